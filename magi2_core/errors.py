@@ -1,0 +1,23 @@
+"""The errors of the core. Each message is a sentence: what was wrong, with which value, what to do."""
+
+from __future__ import annotations
+
+
+class Magi2Error(Exception):
+    """Something the user can act on; its text is shown as it is."""
+
+
+class RequestError(Magi2Error, ValueError):
+    """A request that cannot be carried out: a bad size, prompt, picture, option or output path."""
+
+
+class CheckpointError(Magi2Error, ValueError):
+    """A checkpoint folder that does not hold what it must: names file, key, expected and found."""
+
+
+class MissingDependencyError(Magi2Error, ImportError):
+    """An optional package that a requested feature needs is absent, too old or broken."""
+
+
+class NonFiniteError(Magi2Error, ArithmeticError):
+    """A latent became NaN or infinite; the message says at which step."""

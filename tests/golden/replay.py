@@ -1,0 +1,148 @@
+"""Replay recorded results: run every case of a folder through this code and compare within the stated tolerances.
+
+    python -m magi2_native.tests.golden.replay FOLDER
+
+FOLDER holds one folder for each part (dit, sampling, text, vae, refiner), or is one of them. A case is a JSON file,
+with its tensors, if it has any, in the safetensors file of the same name. One line is printed for each case with its
+worst measured error and the tolerance; the last line counts. The exit code is 1 if any case failed. A case of a family
+that the code does not know fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+PARTS = ("dit", "sampling", "text", "vae", "refiner")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One comparison of a case; it holds when `error <= tolerance`, so a NaN fails."""
+
+    what: str
+    error: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recorded case: the JSON's content in `meta`, its tensors (keys in.*, mid.*, out.*, weights.*) in `tensors`."""
+
+    part: str
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+    @cached_property
+    def meta(self) -> dict[str, Any]:
+        return json.loads(self.path.read_text(encoding="utf-8"))
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        file = self.path.with_suffix(".safetensors")
+        return load_file(file) if file.exists() else {}
+
+
+def equal(what: str, got: Any, expected: Any) -> Measure:
+    """An exact comparison of plain values or tensors, as a measure of 0 or infinity."""
+    if isinstance(expected, Tensor):
+        same = isinstance(got, Tensor) and got.shape == expected.shape and torch.equal(got.to(expected.dtype), expected)
+    else:
+        same = got == expected
+    return Measure(what, 0.0 if same else math.inf, 0.0)
+
+
+def max_abs(what: str, got: Tensor, expected: Tensor, tolerance: float) -> Measure:
+    """Largest absolute difference; infinite if the shapes differ."""
+    if got.shape != expected.shape:
+        return Measure(f"{what} shape {tuple(got.shape)} for {tuple(expected.shape)}", math.inf, tolerance)
+    if expected.numel() == 0:
+        return Measure(what, 0.0, tolerance)
+    return Measure(what, (got.double() - expected.double()).abs().max().item(), tolerance)
+
+
+def rel_l2(what: str, got: Tensor, expected: Tensor, tolerance: float) -> Measure:
+    """Relative L2 distance; infinite if the shapes differ."""
+    if got.shape != expected.shape:
+        return Measure(f"{what} shape {tuple(got.shape)} for {tuple(expected.shape)}", math.inf, tolerance)
+    norm = expected.double().norm().item()
+    difference = (got.double() - expected.double()).norm().item()
+    return Measure(what, difference / norm if norm else difference, tolerance)
+
+
+def find_cases(folder: Path) -> Iterator[Case]:
+    """Yield the cases of a folder of parts, or of one part, in name order."""
+    parts = [p for p in PARTS if (folder / p).is_dir()]
+    places = [(p, folder / p) for p in parts] or [(_part_of(folder), folder)]
+    for part, place in places:
+        for path in sorted(place.glob("*.json")):
+            yield Case(part, path)
+
+
+def _part_of(folder: Path) -> str:
+    name = folder.resolve().name
+    if name not in PARTS:
+        raise SystemExit(f"{folder} holds none of the folders {', '.join(PARTS)} and is not named like one of them.")
+    return name
+
+
+def run_case(case: Case) -> list[Measure]:
+    """Run one case by the replay module of its part."""
+    module = importlib.import_module(f".replay_{case.part}", __package__)
+    with torch.inference_mode():
+        measures: list[Measure] = module.run(case)
+    return measures or [Measure("the case compared nothing", math.inf, 0.0)]
+
+
+def report(case: Case) -> bool:
+    """Run a case, print its line, and say whether it passed."""
+    try:
+        measures = run_case(case)
+    except Exception as error:  # any failure of a case is a failed case; the replay goes on
+        print(f"FAIL {case.part}/{case.name}: {type(error).__name__}: {error}", flush=True)
+        traceback.print_exc(file=sys.stderr)
+        return False
+    failed = [m for m in measures if not m.holds]
+    worst = max(failed or measures, key=lambda m: m.error / m.tolerance if m.tolerance else m.error)
+    mark = "FAIL" if failed else "ok  "
+    print(f"{mark} {case.part}/{case.name}: {worst.what}: error {worst.error:.3g}, tolerance {worst.tolerance:.3g}"
+          f" ({len(measures)} comparisons)", flush=True)
+    return not failed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Replay recorded results against this code.")
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args(arguments).folder
+    results = [report(case) for case in find_cases(folder)]
+    passed = sum(results)
+    print(f"{passed} passed, {len(results) - passed} failed")
+    return 0 if results and passed == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
