@@ -44,11 +44,9 @@ def local_shape(spec: TensorSpec, share: RankShare | None) -> tuple[int, ...]:
     return (sum(region_shape(region)[0] for region in regions), *region_shape(regions[0])[1:]) if spec.shape else ()
 
 
-def local_bytes(table: Mapping[str, TensorSpec], share: RankShare | None, prefix: str = "") -> int:
-    """Bytes that the rank holds of the tensors whose name starts with `prefix`, at the dtypes of the model (10 §11.3)."""
-    return sum(
-        prod(local_shape(spec, share)) * spec.dtype.itemsize for key, spec in table.items() if key.startswith(prefix)
-    )
+def local_bytes(table: Mapping[str, TensorSpec], share: RankShare | None) -> int:
+    """Bytes that the rank holds of a network, at the dtypes of the model (10 §11.3)."""
+    return sum(prod(local_shape(spec, share)) * spec.dtype.itemsize for spec in table.values())
 
 
 def region_shape(region: Region) -> tuple[int, ...]:
@@ -78,7 +76,7 @@ def _column_rows(spec: TensorSpec, share: RankShare) -> Iterator[slice]:
 def _divide(size: int, share: RankShare, spec: TensorSpec) -> int:
     if size % share.tp:
         raise CheckpointError(
-            f"A tensor of shape {list(spec.shape)} has {size} rows or columns to divide over {share.tp} tensor-parallel "
-            "ranks, which leaves a remainder. Choose a tensor-parallel size that divides them."
+            f"A tensor of shape {list(spec.shape)} has {size} rows or columns to divide over {share.tp} "
+            "tensor-parallel ranks, which leaves a remainder. Choose a tensor-parallel size that divides them."
         )
     return size // share.tp
