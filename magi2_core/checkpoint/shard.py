@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING
 
+from ...distributed.layout import RankShare
 from ..errors import CheckpointError
 from .spec import Shard, TensorSpec
-
-if TYPE_CHECKING:
-    from ...distributed.layout import RankShare
 
 Region = tuple[slice, ...]
 """One slice, with its ends given, for each dimension of the tensor on disk."""
@@ -58,8 +55,6 @@ def _head_rows(share: RankShare) -> slice:
     """Rows of every expert of the heads that the rank touches, also where it holds only some of a head's experts:
     both owners of a divided head route its tokens themselves (70 §5)."""
     banks = share.banks
-    if banks.first_bank == banks.last_bank:
-        return slice(0, 0)
     return slice(banks.first_head * banks.experts, banks.last_head * banks.experts)
 
 
