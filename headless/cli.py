@@ -1,0 +1,202 @@
+"""The command `magi2`. Each subcommand is a thin layer over one function; errors are one sentence and exit code 1."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from ..distributed.layout import LayoutError
+from ..magi2_core.errors import Magi2Error
+from ..magi2_core.sampling.guidance import GuidanceSettings
+from .terminal import JsonEvents, TerminalEvents, write_json
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    # a supervisor's SIGTERM unwinds like Ctrl-C, so that no partial file and no worker stays behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    as_json = getattr(options, "json", False)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        return _failed("Interrupted; nothing was written.", as_json, INTERRUPTED)
+    except (Magi2Error, LayoutError) as error:
+        return _failed(str(error), as_json, 1)
+
+
+def _failed(sentence: str, as_json: bool, code: int) -> int:
+    if as_json:
+        write_json({"event": "error", "text": sentence})
+    else:
+        print(f"\n{sentence}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="magi2", description="MAGI-2 Preview: ten seconds of video with sound.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_inspect(commands)
+    _add_convert(commands)
+    _add_miniature(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    command = commands.add_parser("generate", help="make a clip from a prompt, and perhaps a picture",
+                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    command.set_defaults(run=_generate)
+    add = command.add_argument
+    add("checkpoint", type=Path, help="the checkpoint folder")
+    add("--prompt", help="what the clip shows and sounds like: text, or a caption in JSON")
+    add("--prompt-file", type=Path, help="read the prompt from this file instead")
+    add("--negative-prompt", help="what to stay away from; the built-in text if left out, no text if empty")
+    add("--image", type=Path, action="append", default=[], help="a picture the clip starts from; may be repeated")
+    add("--output", type=Path, required=True, help="the mp4 file to write")
+    add("--resolution", default="540p", choices=["272p", "540p", "1080p"])
+    add("--orientation", default="landscape", choices=["landscape", "portrait"])
+    add("--seed", type=int, default=42)
+    add("--steps", type=int, default=100)
+    add("--shift", type=float, default=7.0, help="how much of the schedule is spent at high noise")
+    add("--noise-device", default="cpu", choices=["cpu", "cuda"],
+        help="cpu: the same noise on every machine; cuda: the reference's, which depends on the GPU model")
+    add("--crf", type=int, default=10, help="H.264 quality, 0 best to 51 worst")
+    guidance = command.add_argument_group("guidance")
+    for field in fields(GuidanceSettings):
+        name = f"--{field.name.replace('_', '-')}"
+        if isinstance(field.default, bool):
+            guidance.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default, help=" ")
+        else:
+            guidance.add_argument(name, type=type(field.default), default=field.default, help=" ")
+    machine = command.add_argument_group("machine")
+    machine.add_argument("--device", help="devices, such as cuda:0,cuda:1 or cpu; every GPU, else the CPU, if left out")
+    machine.add_argument("--workers", type=int, help="number of worker processes; one for each device if left out")
+    machine.add_argument("--layout", default="auto", help="how the model divides over workers, such as sp4 or tp2sp2")
+    machine.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    machine.add_argument("--residency", default="auto", choices=["auto", "keep", "swap"],
+                         help="swap: one network on a device at a time")
+    add("--json", action="store_true", help="progress and result as JSON lines on stdout")
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from ..magi2_core.memory.plan import make_plan
+    from ..magi2_core.sampling.denoise import SamplingSettings
+    from .generate import ClipRequest, check_request, generate
+    from .session import open_session
+
+    guidance = GuidanceSettings(**{field.name: getattr(options, field.name) for field in fields(GuidanceSettings)})
+    request = ClipRequest(
+        prompt=read_prompt(options.prompt, options.prompt_file), output=options.output,
+        negative_prompt=options.negative_prompt, images=options.image, resolution=options.resolution,
+        orientation=options.orientation, seed=options.seed, noise_device=options.noise_device,
+        settings=SamplingSettings(options.steps, options.shift, guidance), crf=options.crf,
+    )
+    check_request(request)
+    plan = make_plan(options.checkpoint, layout=options.layout, devices=devices(options.device, options.workers),
+                     dtype=options.dtype, residency=options.residency)
+    with JsonEvents() if options.json else TerminalEvents() as events:
+        events.log(plan.describe())
+        with open_session(plan) as session:
+            clip = generate(request, session, events)
+    if options.json:
+        write_json({"event": "result", **asdict(clip), "path": str(clip.path)})
+    else:
+        print(f"{clip.path}: {clip.frames} frames of {clip.width}x{clip.height} at {clip.fps} fps, "
+              f"{clip.samples} samples at {clip.sample_rate} Hz, seed {clip.seed}")
+    return 0
+
+
+def read_prompt(text: str | None, file: Path | None) -> str:
+    """The prompt from the command line or from a UTF-8 file, whose surrounding white space is dropped (30 §14)."""
+    from ..magi2_core.errors import RequestError
+
+    if (text is None) == (file is None):
+        raise RequestError("Give the prompt with --prompt or with --prompt-file, and not with both.")
+    if text is not None:
+        return text
+    assert file is not None
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"The prompt file {file} cannot be read: {error}.") from error
+
+
+def devices(names: str | None, workers: int | None) -> list[str] | None:
+    """The device list of a plan: the named ones, repeated for the workers where it is the CPU alone."""
+    from ..magi2_core.errors import RequestError
+
+    listed = [name.strip() for name in names.split(",") if name.strip()] if names is not None else None
+    if workers is None:
+        return listed
+    if workers < 1:
+        raise RequestError(f"The number of workers is {workers}; it must be 1 or more.")
+    if listed is None:
+        import torch
+
+        listed = [f"cuda:{i}" for i in range(min(workers, torch.cuda.device_count()))] or ["cpu"]
+    if listed == ["cpu"]:
+        return ["cpu"] * workers
+    if workers > len(listed):
+        raise RequestError(f"{workers} workers are asked for, but there are {len(listed)} devices: {', '.join(listed)}.")
+    return listed[:workers]
+
+
+def _add_inspect(commands: Any) -> None:
+    command = commands.add_parser("inspect", help="check a checkpoint folder in seconds, without loading it")
+    command.set_defaults(run=_inspect)
+    command.add_argument("checkpoint", type=Path)
+    command.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from ..magi2_core.checkpoint.inspect import inspect_checkpoint
+
+    report = inspect_checkpoint(options.checkpoint)
+    print(json.dumps(report.to_json(), indent=1) if options.json else report.render())
+    return 1 if report.problems else 0
+
+
+def _add_convert(commands: Any) -> None:
+    command = commands.add_parser("convert", help="rewrite the two pickled files of a release as safetensors")
+    command.set_defaults(run=_convert)
+    command.add_argument("checkpoint", type=Path)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from ..magi2_core.checkpoint.convert import convert
+
+    with TerminalEvents() as events:
+        for written in convert(options.checkpoint, events):
+            print(written)
+    return 0
+
+
+def _add_miniature(commands: Any) -> None:
+    command = commands.add_parser("miniature", help="write a small checkpoint of random weights, for trying things out",
+                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    command.set_defaults(run=_miniature)
+    command.add_argument("checkpoint", type=Path, help="the folder to write; it must not exist, or be empty")
+    command.add_argument("--seed", type=int, default=0)
+
+
+def _miniature(options: argparse.Namespace) -> int:
+    from ..magi2_core.checkpoint.miniature import write_miniature
+
+    write_miniature(options.checkpoint, seed=options.seed)
+    print(options.checkpoint)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""`magi2 generate`: from a prompt, and perhaps pictures, to an mp4 file with stereo sound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..magi2_core.codecs.media import check_output_path
+from ..magi2_core.codecs.picture import load_pictures
+from ..magi2_core.conditioning.negative import default_negative_prompt
+from ..magi2_core.errors import RequestError
+from ..magi2_core.events import Events
+from ..magi2_core.sampling.denoise import SamplingSettings
+from ..magi2_core.sampling.geometry import check_size, orient, reference_size, tier
+from ..magi2_core.sampling.noise import check_seed
+from .session import Session
+
+
+@dataclass(frozen=True)
+class ClipRequest:
+    """Everything that decides a clip, and where it goes."""
+
+    prompt: str
+    output: Path
+    negative_prompt: str | None = None
+    images: Sequence[Path] = ()
+    resolution: str = "540p"
+    orientation: str = "landscape"
+    seed: int = 42
+    noise_device: str = "cpu"
+    settings: SamplingSettings = field(default_factory=SamplingSettings)
+    crf: int = 10
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What was made: the file, its exact counts, and how long each stage took."""
+
+    path: Path
+    frames: int
+    width: int
+    height: int
+    fps: str
+    samples: int
+    sample_rate: int
+    seed: int
+    prompt_tokens: int
+    truncated: bool
+    warnings: tuple[str, ...]
+    seconds: dict[str, float]
+
+
+def check_request(request: ClipRequest) -> tuple[int, int]:
+    """Find everything that can be found before any weight is read; return the generated width and height.
+
+    Raises RequestError for an empty prompt, a bad seed, size or picture, or an output path that cannot be written.
+    """
+    if not request.prompt.strip():
+        raise RequestError("The prompt is empty; describe what the clip should show and sound like.")
+    check_seed(request.seed)
+    width, height = orient(tier(request.resolution).preview, request.orientation)
+    check_size(width, height)
+    check_output_path(request.output)
+    return width, height
+
+
+def generate(request: ClipRequest, session: Session, events: Events) -> Clip:
+    """Make one clip. Nothing is left under the final name if it fails or is cancelled."""
+    width, height = check_request(request)
+    pictures = load_pictures(request.images)
+    for picture in pictures:
+        reference_size(picture.shape[1], picture.shape[0], width, height)
+    seconds: dict[str, float] = {}
+
+    def run(call: str, **arguments: Any) -> dict[str, Any]:
+        started = time.monotonic()
+        result = session.run(call, arguments, events)
+        seconds[call] = round(time.monotonic() - started, 3)
+        return result
+
+    negative = default_negative_prompt() if request.negative_prompt is None else request.negative_prompt
+    text = run("encode_text", prompt=request.prompt, negative_prompt=negative,
+               figures=list(range(1, len(pictures) + 1)))
+    for warning in text["warnings"]:
+        events.log(warning)
+    images = run("encode_image", pictures=pictures, width=width, height=height)["latents"] if pictures else None
+    latent = run("sample", features=text["features"], null_features=text["null_features"], markers=text["markers"],
+                 image_latents=images, width=width, height=height, seed=request.seed,
+                 noise_device=request.noise_device, steps=request.settings.steps, shift=request.settings.shift,
+                 guidance=asdict(request.settings.guidance))
+    clip = run("write_clip", video=latent["video"], audio=latent["audio"], path=str(request.output), crf=request.crf)
+    return Clip(request.output, clip["frames"], clip["width"], clip["height"], clip["fps"], clip["samples"],
+                clip["sample_rate"], request.seed, text["tokens"], text["truncated"], tuple(text["warnings"]), seconds)

@@ -1,0 +1,177 @@
+"""One request, one plan: which ranks run where, what each holds, and whether it fits.
+
+`make_plan` computes it once, from the checkpoint's architecture and the machine. The loader node shows it, the pool
+starts with it, the engine loads by it and the status panel draws it; nothing else decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...distributed.layout import ModelShape, ParallelLayout, check_layout, legal_layouts
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.shard import local_bytes
+from ..config import PreviewConfig, parse_dtype
+from ..dit.parameters import preview_tensors
+from ..errors import RequestError
+from ..sampling.geometry import clip_lengths, latent_grid, tier
+from .machine import choose_devices, device_memory
+
+RESIDENCIES = ("auto", "keep", "swap")
+TEXT_TOKENS = 2_000  # assumed for both prompts together when memory is estimated
+HEADROOM = 1 << 30  # the CUDA context, allocator slack, communication buffers
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank: its device, the transformer bytes it holds, the bytes a 540p forward needs beside them, and the
+    device's memory."""
+
+    device: str
+    weights: int
+    working: int
+    memory: int
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.working + HEADROOM
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a checkpoint runs on this machine. Plain values only, so that it can cross to the workers.
+
+    residency: "keep" leaves the decoders and encoders beside the transformer; "swap" holds one network at a time.
+    """
+
+    checkpoint: str
+    layout: str
+    dtype: str
+    residency: str
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def parallel(self) -> ParallelLayout:
+        return ParallelLayout.parse(self.layout)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(rank.device for rank in self.ranks)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return parse_dtype(self.dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as builtins; `from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Read what `to_dict` wrote."""
+        return cls(**{**data, "ranks": tuple(RankPlan(**rank) for rank in data["ranks"])})
+
+    @property
+    def shortage(self) -> str | None:
+        """A sentence naming the first rank whose device is too small, or None if everything fits."""
+        for number, rank in enumerate(self.ranks):
+            memory = rank.memory // self.devices.count("cpu") if rank.device == "cpu" else rank.memory
+            if rank.needed > memory:
+                return (
+                    f"Rank {number} needs {_gb(rank.needed)} on {rank.device} and {_gb(memory)} are there. "
+                    "Use more devices, so that each holds a smaller share of the experts."
+                )
+        return None
+
+    def describe(self) -> str:
+        """The plan in a few lines, for people."""
+        lines = [f"{Path(self.checkpoint).name}: layout {self.layout}, {self.dtype}, {len(self.ranks)} rank(s)"]
+        lines += [
+            f"  rank {i} on {rank.device}: {_gb(rank.weights)} weights + {_gb(rank.working)} working memory at 540p, "
+            f"{_gb(rank.memory)} there"
+            for i, rank in enumerate(self.ranks)
+        ]
+        lines.append(f"  {self.shortage or 'This fits.'}")
+        return "\n".join(lines)
+
+
+def make_plan(
+    checkpoint: str | Path,
+    *,
+    layout: str = "auto",
+    devices: Sequence[str] | None = None,
+    dtype: str = "bfloat16",
+    residency: str = "auto",
+) -> Plan:
+    """Plan how `checkpoint` runs on `devices` (None: every GPU, or one CPU rank).
+
+    layout: "auto", or as ParallelLayout.parse reads it. dtype: "bfloat16" or "float32". Raises RequestError,
+    LayoutError or CheckpointError; whether the plan fits into memory is for the caller to ask (`Plan.shortage`).
+    """
+    if residency not in RESIDENCIES:
+        raise RequestError(f"residency is {residency!r}; it must be one of {', '.join(RESIDENCIES)}.")
+    if dtype not in ("bfloat16", "float32"):
+        raise RequestError(f"dtype is {dtype!r}; the preview model runs in bfloat16 or float32.")
+    folder = CheckpointFolder(Path(checkpoint))
+    config = replace(folder.preview_config(), params_dtype=parse_dtype(dtype))
+    names = choose_devices(devices)
+    shape = model_shape(config)
+    parallel = _auto_layout(shape, len(names)) if layout == "auto" else ParallelLayout.parse(layout)
+    check_layout(parallel, shape, len(names))
+    ranks = tuple(_plan_rank(config, parallel, rank, names[rank]) for rank in range(parallel.world))
+    if residency == "auto":
+        room = min(rank.memory - rank.needed for rank in ranks)
+        residency = "keep" if room > 4 * HEADROOM else "swap"
+    return Plan(str(folder.root), parallel.label, dtype, residency, ranks)
+
+
+def model_shape(config: PreviewConfig) -> ModelShape:
+    """The sizes that a parallel layout of this model must divide."""
+    moe = config.moe
+    widths = (config.hidden_size, config.dense_width, moe.shared_expert_intermediate_size,
+              moe.modality_specific_expert_intermediate_size)
+    return ModelShape(config.heads, config.kv_heads, moe.num_heads, widths)
+
+
+def _auto_layout(shape: ModelShape, devices: int) -> ParallelLayout:
+    """The largest sequence-parallel layout: it moves the least data and divides the experts furthest (70 §5)."""
+    candidates = [layout for layout in legal_layouts(shape, devices) if layout.tp == layout.cfg == 1]
+    return max(candidates, key=lambda layout: layout.sp)
+
+
+def _plan_rank(config: PreviewConfig, layout: ParallelLayout, rank: int, device: str) -> RankPlan:
+    share = layout.share(rank, config.moe.num_heads, config.moe.num_experts)
+    weights = local_bytes(preview_tensors(config), share)
+    return RankPlan(device, weights, working_bytes(config, layout), device_memory(device))
+
+
+def working_bytes(config: PreviewConfig, layout: ParallelLayout) -> int:
+    """Estimate of the largest set of tensors alive at once in a 540p forward of one rank.
+
+    Counted: the residual streams before and after a branch, the fp32 flattened norm of one of them, and the larger of
+    attention (q, k in fp32, q, k, v and the output gathered) and the routed experts (dispatched rows, route rows in
+    fp32 and their sum).
+    """
+    clip_tokens = prod(latent_grid(*tier("540p").preview)) + clip_lengths()[1]
+    tokens = 2 // layout.cfg * clip_tokens + TEXT_TOKENS
+    local = -(-tokens // layout.sp)
+    size = config.params_dtype.itemsize
+    streams = local * config.stream_width * (2 * size + 4)
+    width = config.hidden_size
+    heads_width = (config.heads + 2 * config.kv_heads) * config.head_dim
+    attention = local * (heads_width * (4 + size)) + tokens // layout.tp * (heads_width + width) * size // layout.sp
+    ranks = layout.tp if layout.tp > 1 else layout.sp
+    head_share = -(-config.moe.num_heads // ranks)
+    routes = tokens * head_share * config.moe.top_k if layout.tp == 1 else local * head_share * config.moe.top_k
+    experts = routes * config.moe_head_dim * 4 + tokens * head_share * config.moe_head_dim * (size + 4)
+    return streams + max(attention, experts)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

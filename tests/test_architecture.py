@@ -1,0 +1,92 @@
+"""The arrows between the parts of the project hold, and importing it does nothing else."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("nodes", "headless", "magi2_core", "distributed")
+MAY_IMPORT = {
+    "nodes": {"nodes", "headless", "magi2_core", "distributed"},
+    "headless": {"headless", "magi2_core", "distributed"},
+    "magi2_core": {"magi2_core", "distributed.layout", "distributed.exchange"},
+    "distributed": {"distributed"},
+}
+COMFY = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "execution", "nodes"}
+# Needed only by some features, slow to import, or absent on some machines: imported where they are used.
+LATE = ("transformers", "tokenizers", "av", "scipy", "triton", "flash_attn", "openai", "diffusers")
+
+
+def modules(part: str) -> list[Path]:
+    return sorted((ROOT / part).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield every import of a file as (dotted name, relative level), wherever it stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            yield from ((f"{base}.{alias.name}".strip("."), node.level) for alias in node.names)
+
+
+def own_imports(path: Path) -> Iterator[str]:
+    """Yield the project's own modules that a file imports, from the root: `distributed.layout.split_evenly`."""
+    package = path.relative_to(ROOT).parts[:-1]
+    for name, level in imports(path):
+        if level:
+            yield ".".join((*package[: len(package) - level + 1], name))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_imports_only_what_it_may(part: str) -> None:
+    for path in modules(part):
+        for name in own_imports(path):
+            allowed = any(name == arrow or name.startswith(f"{arrow}.") for arrow in MAY_IMPORT[part])
+            assert allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("part", ["headless", "magi2_core", "distributed"])
+def test_only_the_node_layer_imports_comfyui(part: str) -> None:
+    for path in modules(part):
+        found = {name.split(".")[0] for name, level in imports(path) if not level} & COMFY
+        assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
+def test_the_package_imports_itself_by_relative_names_only() -> None:
+    for part in PARTS:
+        for path in modules(part):
+            absolute = [name for name, level in imports(path) if not level and name.startswith("magi2_native")]
+            assert not absolute, f"{path.relative_to(ROOT)} imports {absolute}"
+
+
+def test_importing_every_module_needs_torch_alone_and_starts_nothing() -> None:
+    names = [
+        ".".join(("magi2_native", *path.relative_to(ROOT).with_suffix("").parts))
+        for part in ("magi2_core", "distributed", "headless")
+        for path in modules(part)
+        if path.name not in ("__init__.py", "bootstrap.py")
+    ]
+    program = f"""
+import importlib, multiprocessing, os, sys, threading
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {LATE!r}:
+            raise ImportError(f"{{name}} was imported at module level")
+import torch
+environment = dict(os.environ)
+sys.meta_path.insert(0, Refuse())
+for name in {names!r}:
+    importlib.import_module(name)
+assert dict(os.environ) == environment
+assert threading.active_count() == 1 and not multiprocessing.active_children()
+assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
+assert not {COMFY!r} & set(sys.modules), {COMFY!r} & set(sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/")
+    assert result.returncode == 0, result.stderr
