@@ -27,6 +27,12 @@ def test_tokens_divide_contiguously_and_none_is_lost(ranks: int) -> None:
         assert max(split.local for split in splits) - min(split.local for split in splits) <= 1
 
 
+def test_the_first_ranks_hold_the_remaining_tokens() -> None:
+    assert split_evenly(13, 4) == (4, 3, 3, 3)
+    assert split_evenly(2, 4) == (1, 1, 0, 0)
+    assert split_evenly(0, 3) == (0, 0, 0)
+
+
 @pytest.mark.parametrize(("counts", "rank"), [((3, 3), 2), ((3, 3), -1), ((), 0), ((3, -1), 0)])
 def test_a_split_that_cannot_be_is_refused(counts: tuple[int, ...], rank: int) -> None:
     with pytest.raises(LayoutError, match=r"\.$"):
@@ -189,9 +195,7 @@ def test_grouped_kv_heads_must_divide_the_ranks_or_be_divided_by_them() -> None:
 def test_experts_divide_over_sequence_ranks_or_else_over_tensor_ranks() -> None:
     assert ParallelLayout(sp=8).expert_shares(12, 256) == bank_shares(12, 256, 8)
     assert ParallelLayout(sp=8, experts="padded").expert_shares(12, 256) == bank_shares(12, 256, 8, "padded")
-    both = ParallelLayout(sp=2, tp=2)
+    both = ParallelLayout(sp=3, tp=2)
     assert both.expert_shares(12, 256) == bank_shares(12, 256, 2)
-    held = [both.share(rank, 12, 256) for rank in range(4)]
-    assert [(share.tp, share.tp_rank, share.banks.first_head) for share in held] == [
-        (2, 0, 0), (2, 1, 6), (2, 0, 0), (2, 1, 6)
-    ]  # fmt: skip
+    held = [both.share(rank, 12, 256) for rank in range(6)]
+    assert [(share.tp, share.tp_rank, share.banks.first_head) for share in held] == [(2, 0, 0), (2, 1, 6)] * 3
