@@ -1,0 +1,50 @@
+"""The noise that a clip starts from (20 §2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import RequestError
+
+VIDEO_CHANNELS = 48
+AUDIO_CHANNELS = 64
+NOISE_DEVICES = ("cpu", "cuda")
+
+
+def check_seed(seed: int) -> None:
+    """Raise RequestError unless the seed is a whole number from 0 to 2^64-1 (20 §2)."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise RequestError(f"The seed is {seed!r}; it must be a whole number from 0 to {2**64 - 1}.")
+
+
+def noise_generator(seed: int, device: str = "cpu") -> torch.Generator:
+    """A generator of its own for one clip: nobody else's random numbers are disturbed, and nobody disturbs these.
+
+    device: "cpu" gives the same numbers on every machine; "cuda" the reference's on the same GPU model, since there
+    they depend on the number of processors. Later stages of the same clip go on drawing from it (20 §2, 50 §9).
+    Raises RequestError for a seed that is out of range or a device that is unknown or absent.
+    """
+    check_seed(seed)
+    if device.partition(":")[0] not in NOISE_DEVICES:
+        raise RequestError(f"The noise device is {device!r}; it must be one of {', '.join(NOISE_DEVICES)}.")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise RequestError("The noise device is 'cuda', but torch finds no CUDA device; choose 'cpu'.")
+    return torch.Generator(device).manual_seed(seed)
+
+
+def draw_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Standard normal fp32 numbers, on the generator's device."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+
+
+def clip_noise(
+    generator: torch.Generator,
+    grid: tuple[int, int, int],
+    audio_length: int,
+    video_channels: int = VIDEO_CHANNELS,
+    audio_channels: int = AUDIO_CHANNELS,
+) -> tuple[Tensor, Tensor]:
+    """Noise of a preview: video [1, C, T, H, W] first, then audio [1, L, C], both fp32 (20 §2)."""
+    video = draw_noise((1, video_channels, *grid), generator)
+    return video, draw_noise((1, audio_length, audio_channels), generator)
