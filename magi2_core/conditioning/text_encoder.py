@@ -1,0 +1,217 @@
+"""The text encoder: Qwen3.5's residual stream two layers below the top, un-normed (30 §4).
+
+Only the layers below that point exist here, and only the embedding rows of the used tokens are ever read. The layers
+stay on the device after `load`, or come from the disk one at a time, each applied to every prompt and let go again
+(30 §12).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.index import Entry, compare, scan_folder
+from ..checkpoint.problem import refuse
+from ..checkpoint.reader import SafetensorsReader, TensorReader
+from ..errors import CheckpointError, MissingDependencyError, RequestError
+from ..events import Events
+from .parameters import PREFIX, SKIPPED_LAYERS, TextEncoderConfig, read_config, text_encoder_tensors, text_section
+from .tokenizer import SPLIT_CLASS, TOKEN_LIMIT, PromptTokenizer
+
+logger = logging.getLogger("magi2")
+
+OLDEST_TRANSFORMERS = (5, 2)
+STAGE = "encode text"
+
+
+class TextEncoder:
+    """One text encoder folder, opened: tokenizer, checked tensor table, and the layers if they were loaded.
+
+    Opening reads only the files' headers and the tokenizer. `width` is the hidden size that the transformer expects.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        width: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        skipped_layers: int = SKIPPED_LAYERS,
+    ) -> None:
+        """CheckpointError if the folder does not hold a fitting encoder, MissingDependencyError without its classes."""
+        config_json = read_config(folder)
+        self.config = TextEncoderConfig.from_json(config_json)
+        _check_width(self.config, width)
+        table = text_encoder_tensors(self.config, skipped_layers)
+        scan = scan_folder(folder)
+        refuse([*scan.problems, *compare(scan, table)], f"The text encoder in {folder}")
+        self.entries: dict[str, Entry] = {key: scan.entries[key] for key in table}
+        self.tokenizer = PromptTokenizer(folder)
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.layers = self.config.num_hidden_layers - skipped_layers
+        self._qwen = _Qwen(text_section(config_json))
+        self._resident: list[nn.Module] = []
+        self.identity = _identity(folder, self, skipped_layers)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the layers are in memory; otherwise each encode reads them from the disk."""
+        return bool(self._resident)
+
+    def load(self, events: Events) -> None:
+        """Bring the layers to the device, where they stay until `release`."""
+        if self._resident:
+            return
+        loaded = []
+        with SafetensorsReader(self.entries) as reader:
+            for index in range(self.layers):
+                events.check()
+                loaded.append(self._read_layer(reader, index))
+                events.progress("load text encoder", index + 1, self.layers)
+        self._resident = loaded
+
+    def release(self) -> None:
+        """Let go of the layers; the encoder stays usable and streams them from the disk."""
+        self._resident = []
+
+    @torch.inference_mode()
+    def encode(self, prompts: Sequence[Sequence[int]], events: Events) -> list[Tensor]:
+        """Encode each prompt's token ids by itself, never padded together (30 §4.4).
+
+        Returns one [L, D] tensor a prompt, in the encoder's dtype, on the CPU. `events.check` runs between layers.
+        RequestError for a prompt without tokens.
+        """
+        if any(not ids for ids in prompts):
+            raise RequestError("The prompt is empty: it has no text that could be encoded.")
+        with SafetensorsReader(self.entries) as reader:
+            streams = [self._embed(reader, ids) for ids in prompts]
+            ropes = [self._qwen.rope(x_1LD) for x_1LD in streams]
+            for index in range(self.layers):
+                events.check()
+                layer = self._resident[index] if self._resident else self._read_layer(reader, index)
+                # No mask and no cache: the attention is causal by itself, and there is no padding to hide (30 §4.1).
+                streams = [
+                    layer(x_1LD, position_embeddings=rope, attention_mask=None)
+                    for x_1LD, rope in zip(streams, ropes, strict=True)
+                ]
+                events.progress(STAGE, index + 1, self.layers)
+        return [x_1LD[0].cpu() for x_1LD in streams]
+
+    def _embed(self, reader: TensorReader, ids: Sequence[int]) -> Tensor:
+        """Embedding rows [1, L, D] of the ids, each distinct row read once from the disk (30 §12)."""
+        key = f"{PREFIX}embed_tokens.weight"
+        rows = {token: row for row, token in enumerate(sorted(set(ids)))}
+        if max(rows) >= self.config.vocab_size:
+            raise CheckpointError(
+                f"The tokenizer gave token {max(rows)}, but the text encoder has {self.config.vocab_size} embeddings:"
+                " the tokenizer files belong to another model."
+            )
+        table_VD = torch.empty(len(rows), self.config.hidden_size, dtype=self.entries[key].dtype)
+        for token, row in rows.items():
+            whole = (slice(token, token + 1), slice(0, self.config.hidden_size))
+            reader.read(key, whole, table_VD[row : row + 1])
+        x_LD = table_VD[torch.tensor([rows[token] for token in ids])]
+        return x_LD[None].to(self.device, self.dtype)
+
+    def _read_layer(self, reader: TensorReader, index: int) -> nn.Module:
+        """Read one layer from the disk to the device, every tensor in the compute dtype (30 §4.3)."""
+        layer = self._qwen.layer(index)
+        prefix = f"{PREFIX}layers.{index}."
+        weights = {}
+        for name in layer.state_dict():
+            entry = self.entries[prefix + name]
+            stored = torch.empty(entry.shape, dtype=entry.dtype)
+            reader.read(prefix + name, tuple(slice(0, size) for size in entry.shape), stored)
+            weights[name] = stored.to(self.device, self.dtype)
+        layer.load_state_dict(weights, strict=True, assign=True)
+        return layer
+
+
+class _Qwen:
+    """transformers' Qwen3.5 classes for one config: layers without weights, and the rotary table."""
+
+    def __init__(self, text_config: Any) -> None:
+        config_class, self._layer_class, rotary_class = _import_qwen()
+        self._config = config_class(**text_config, attn_implementation="sdpa")
+        self._rotary = rotary_class(self._config)
+
+    def layer(self, index: int) -> nn.Module:
+        """Layer `index` on the meta device, for inference."""
+        with torch.device("meta"):
+            layer = cast(nn.Module, self._layer_class(self._config, index))
+        return layer.eval().requires_grad_(False)
+
+    def rope(self, x_1LD: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for positions 0 to L - 1, the same on all three rotary axes (30 §4.1)."""
+        positions_31L = torch.arange(x_1LD.shape[1], device=x_1LD.device).expand(3, 1, -1)
+        cos, sin = self._rotary.to(x_1LD.device)(x_1LD, positions_31L)
+        return cos, sin
+
+
+def _import_qwen() -> tuple[Any, Any, Any]:
+    """Config, layer and rotary classes; MissingDependencyError when transformers is absent, too old or broken."""
+    needed = ".".join(map(str, OLDEST_TRANSFORMERS))
+    advice = f"Install it with: pip install 'transformers>={needed}'"
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"The text encoder needs the package transformers, version {needed} or newer, which cannot be imported"
+            f" ({error}). {advice}"
+        ) from error
+    version = transformers.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
+        raise MissingDependencyError(
+            f"The text encoder needs transformers {needed} or newer for Qwen3.5, but version {version} is installed."
+            f" {advice}"
+        )
+    try:
+        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
+    except (ImportError, OSError, RuntimeError) as error:  # a broken neighbour package shows up here (30 §15)
+        raise MissingDependencyError(
+            f"transformers {version} is installed, but its Qwen3.5 classes cannot be imported: {error}"
+        ) from error
+    return Qwen3_5TextConfig, Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
+
+
+def _check_width(config: TextEncoderConfig, width: int) -> None:
+    if config.hidden_size != width:
+        raise CheckpointError(
+            f"The text encoder has hidden size {config.hidden_size}, but the transformer takes text features of width"
+            f" {width} (text_in_channels). The released model uses Qwen3.5-27B, width 5120."
+        )
+    released = TextEncoderConfig()
+    if width == released.hidden_size and config.num_hidden_layers != released.num_hidden_layers:
+        logger.warning(
+            "The text encoder has %d layers where Qwen3.5-27B has %d; the features may not fit the model.",
+            config.num_hidden_layers,
+            released.num_hidden_layers,
+        )
+
+
+def _identity(folder: Path, encoder: TextEncoder, skipped_layers: int) -> str:
+    """What the features of a text depend on, as a hash: a part of every cache key (30 §12).
+
+    Shards count by name, size and time of change: hashing 50 GB would take longer than encoding.
+    """
+    import transformers
+
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        file = folder / name
+        digest.update(file.read_bytes() if file.is_file() else b"absent")
+    for file in sorted({entry.file for entry in encoder.entries.values()}):
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    settings = (encoder.dtype, encoder.device.type, skipped_layers, TOKEN_LIMIT, SPLIT_CLASS, transformers.__version__)
+    digest.update(repr(settings).encode())
+    return digest.hexdigest()
