@@ -1,0 +1,297 @@
+"""The Turbo video decoder network: one window of latents to frames (40 §4.1 to §4.4).
+
+Shapes here: B batch, C channels, T frames, H rows, W columns; `x_BCTHW`. Activations have the dtype of the weights;
+norm statistics are fp32. Norms and upsampling go frame by frame, so that no fp32 or enlarged copy of a whole window
+exists: the values are the same, the memory is a third.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checkpoint.spec import TensorSpec
+from ..errors import CheckpointError
+
+TURBO_PREFIX = "decoder."  # of these names in the checkpoint file (40 §4.2)
+PATCH = 2  # pixels of one patch, both ways
+NORM_EPS = 1e-8  # 40 §4.3: everywhere but in the shortcut
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TurboConfig:
+    """Architecture and windows of the decoder, as in the released JSON; lists are in encoder order (40 §4.1)."""
+
+    latent_channels: int = 48
+    block_out_channels: tuple[int, ...] = (64, 128, 256, 512)
+    layers_per_block: tuple[int, ...] = (2, 2, 2, 3, 3)
+    scaling: tuple[bool, ...] = (False, True, True, True)
+    spatio_only: tuple[bool, ...] = (False, True, False, False)
+    resnet_norm_eps: float = 1e-6
+    first_chunk_size: int = 7
+    step_size: int = 7
+
+    @classmethod
+    def from_json(cls, source: Path | Mapping[str, Any]) -> TurboConfig:
+        """Read the released JSON file or its content; unknown and training-only keys are ignored (40 §4.1).
+
+        CheckpointError if a key that shapes the result is missing, or if it asks for a form that this decoder has not.
+        """
+        values = json.loads(source.read_text(encoding="utf-8")) if isinstance(source, Path) else source
+        _refuse_other_forms(values)
+        config = cls(
+            latent_channels=_required(values, "latent_channels"),
+            block_out_channels=tuple(_required(values, "decoder_block_out_channels")),
+            layers_per_block=tuple(_required(values, "decoder_layers_per_block")),
+            scaling=tuple(_required(values, "decoder_spatio_temporal_scaling")),
+            spatio_only=tuple(values.get("decoder_spatio_only") or (False,) * 4),
+            resnet_norm_eps=values.get("resnet_norm_eps", 1e-6),
+            first_chunk_size=_required(values, "first_chunk_size"),
+            step_size=_required(values, "step_size"),
+        )
+        config._check(values)
+        return config
+
+    def _check(self, values: Mapping[str, Any]) -> None:
+        blocks = len(self.block_out_channels)
+        for name, length, expected in (
+            ("decoder_layers_per_block", len(self.layers_per_block), blocks + 1),
+            ("decoder_spatio_temporal_scaling", len(self.scaling), blocks),
+            ("decoder_spatio_only", len(self.spatio_only), blocks),
+        ):
+            if length != expected:
+                raise CheckpointError(
+                    f"The Turbo decoder's {name} has {length} entries; {blocks} entries of decoder_block_out_channels"
+                    f" need {expected}."
+                )
+        for name, own in (("spatial", self.spatial_ratio), ("temporal", self.temporal_ratio)):
+            stated = values.get(f"{name}_compression_ratio", own)
+            if stated != own:
+                raise CheckpointError(
+                    f"The Turbo decoder's {name}_compression_ratio is {stated}, but its blocks enlarge by {own}."
+                )
+        if min(self.first_chunk_size, self.step_size) < 1:
+            raise CheckpointError(
+                f"The Turbo decoder's first_chunk_size and step_size are {self.first_chunk_size} and {self.step_size};"
+                " both must be at least 1."
+            )
+
+    @property
+    def blocks(self) -> tuple[BlockConfig, ...]:
+        """The up blocks in the order of the decoder: every list reversed (40 §4.4)."""
+        widths = self.block_out_channels[::-1]
+        return tuple(
+            BlockConfig(cin, cout, layers, scale, not only)
+            for cin, cout, layers, scale, only in zip(
+                (widths[0], *widths), widths, self.layers_per_block[-2::-1], self.scaling[::-1],
+                self.spatio_only[::-1], strict=False,
+            )
+        )  # fmt: skip
+
+    @property
+    def spatial_ratio(self) -> int:
+        """Pixels of one latent, both ways: 16."""
+        return PATCH * 2 ** sum(block.upsample for block in self.blocks)
+
+    @property
+    def temporal_ratio(self) -> int:
+        """Frames of one latent: 4."""
+        return 2 ** sum(block.upsample and block.time for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """One up block: a `conv_in` where the widths differ, an upsampler (in time too), and `layers` res blocks."""
+
+    cin: int
+    cout: int
+    layers: int
+    upsample: bool
+    time: bool
+
+
+def _required(values: Mapping[str, Any], key: str) -> Any:
+    if key not in values:
+        raise CheckpointError(f"The Turbo decoder's configuration lacks {key}; the decode depends on it.")
+    return values[key]
+
+
+def _refuse_other_forms(values: Mapping[str, Any]) -> None:
+    """CheckpointError for the forms of the class that the released decoder does not use (40 §4.1)."""
+    for key, ok, wanted in (
+        ("decoder_causal", not values.get("decoder_causal", False), "false"),
+        ("decoder_is_dw_conv", not any(values.get("decoder_is_dw_conv", ())), "false for every block"),
+        ("use_unpatchify", values.get("use_unpatchify") is True, "true"),
+        ("patch_size", values.get("patch_size") == PATCH, str(PATCH)),
+        ("patch_size_t", values.get("patch_size_t", 1) == 1, "1"),
+        ("out_channels", values.get("out_channels", 3) == 3, "3"),
+    ):
+        if not ok:
+            raise CheckpointError(f"The Turbo decoder's {key} is {values.get(key)!r}; only {wanted} is supported.")
+
+
+class Conv3d(nn.Module):
+    """A convolution over time and space; its input already holds the repeated end frames (40 §4.3)."""
+
+    def __init__(self, cin: int, cout: int, kernel: int | tuple[int, int, int]) -> None:
+        super().__init__()
+        space = kernel if isinstance(kernel, int) else kernel[1]
+        self.conv = nn.Conv3d(cin, cout, kernel, padding=(0, space // 2, space // 2))
+        self.margin = (self.conv.kernel_size[0] - 1) // 2
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        return self.conv(x_BCTHW)
+
+    def padded(self, x_BCTHW: Tensor, each: Activation = lambda frame: frame) -> Tensor:
+        """`each(frame)` for every frame, with the first and the last repeated as this convolution needs (40 §4.3)."""
+        B, C, T, H, W = x_BCTHW.shape
+        out = channels_last(x_BCTHW, B, C, T + 2 * self.margin, H, W)
+        for t in range(T):
+            out[:, :, self.margin + t] = each(x_BCTHW[:, :, t])
+        for t in range(self.margin):
+            out[:, :, t] = out[:, :, self.margin]
+            out[:, :, -1 - t] = out[:, :, -1 - self.margin]
+        return out
+
+
+def channels_last(like: Tensor, *shape: int) -> Tensor:
+    """An empty activation whose frames are contiguous [H, W, C]: what convolutions on CPU and CUDA work fastest in."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last_3d)
+
+
+def normalise(x: Tensor, eps: float) -> Tensor:
+    """x * rsqrt(mean over channels of x^2 + eps), fp32 inside, one rounding at the end, no weight (40 §4.3)."""
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(1, keepdim=True) + eps)).to(x.dtype)
+
+
+class ResBlock(nn.Module):
+    """Two convolutions behind norm and activation; the shortcut, where there is one, is normed too (40 §4.3)."""
+
+    def __init__(self, cin: int, cout: int, first: Activation, shortcut_eps: float) -> None:
+        super().__init__()
+        self.conv1 = Conv3d(cin, cout, 3)
+        self.conv2 = Conv3d(cout, cout, 3)
+        self.conv_shortcut = Conv3d(cin, cout, 1) if cin != cout else None
+        self.first, self.shortcut_eps = first, shortcut_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # 40 trap 6: the norm is rounded to the dtype of x before the activation
+        h = self.conv1(self.conv1.padded(x, lambda frame: self.first(normalise(frame, NORM_EPS))))
+        h = self.conv2.padded(h, lambda frame: F.silu(normalise(frame, NORM_EPS)))  # the unnormed h is freed here
+        h = self.conv2(h)
+        if self.conv_shortcut is not None:
+            x = self.conv_shortcut(self.conv_shortcut.padded(x, lambda frame: normalise(frame, self.shortcut_eps)))
+        return h.add_(x)
+
+
+class Upsample(nn.Module):
+    """Double the sides, and with `time` the frames: 2T, or 2T - 1 in the first window (40 §4.3)."""
+
+    def __init__(self, channels: int, time: bool) -> None:
+        super().__init__()
+        self.time_conv = Conv3d(channels, 2 * channels, (3, 1, 1)) if time else None
+        self.resample = nn.ModuleList([nn.Identity(), nn.Conv2d(channels, channels, 3, padding=1)])
+
+    def forward(self, x_BCTHW: Tensor, first: bool) -> Tensor:
+        if self.time_conv is None:
+            return self._enlarge([x_BCTHW[:, :, t] for t in range(x_BCTHW.shape[2])])
+        halves = self.time_conv(self.time_conv.padded(x_BCTHW)).chunk(2, dim=1)
+        frames = [half[:, :, t] for t in range(x_BCTHW.shape[2]) for half in halves]
+        return self._enlarge(frames[1:] if first else frames)
+
+    def _enlarge(self, frames: list[Tensor]) -> Tensor:
+        B, C, H, W = frames[0].shape
+        out = channels_last(frames[0], B, C, len(frames), 2 * H, 2 * W)
+        for t, frame in enumerate(frames):
+            out[:, :, t] = self.resample[1](F.interpolate(frame, scale_factor=2.0, mode="nearest"))
+        return out
+
+
+class UpBlock(nn.Module):
+    """Change the width, enlarge, then res blocks, which start with ReLU after an upsampler (40 §4.4)."""
+
+    def __init__(self, block: BlockConfig, shortcut_eps: float) -> None:
+        super().__init__()
+        if block.cin != block.cout:
+            self.conv_in = ResBlock(block.cin, block.cout, F.silu, shortcut_eps)
+        if block.upsample:
+            self.upsamplers = nn.ModuleList([Upsample(block.cout, block.time)])
+        first = F.relu if block.upsample else F.silu
+        self.resnets = nn.ModuleList(
+            ResBlock(block.cout, block.cout, first, shortcut_eps) for _ in range(block.layers)
+        )
+        self.block = block
+
+    def forward(self, x: Tensor, first: bool) -> Tensor:
+        if self.block.cin != self.block.cout:
+            x = self.conv_in(x)
+        if self.block.upsample:
+            x = self.upsamplers[0](x, first)
+        for resnet in self.resnets:
+            x = resnet(x)
+        return x
+
+
+class MidBlock(nn.Module):
+    """Res blocks at the widest width and the latent's size."""
+
+    def __init__(self, width: int, layers: int, shortcut_eps: float) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(ResBlock(width, width, F.silu, shortcut_eps) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for resnet in self.resnets:
+            x = resnet(x)
+        return x
+
+
+class TurboDecoder(nn.Module):
+    """One window of n de-normalised latents to 4n - 3 frames if it is the first of the clip, else 4n (40 §4.4)."""
+
+    def __init__(self, config: TurboConfig) -> None:
+        super().__init__()
+        blocks, eps = config.blocks, config.resnet_norm_eps
+        self.config = config
+        self.conv_in = Conv3d(config.latent_channels, blocks[0].cin, 3)
+        self.mid_block = MidBlock(blocks[0].cin, config.layers_per_block[-1], eps)
+        self.up_blocks = nn.ModuleList(UpBlock(block, eps) for block in blocks)
+        self.conv_out = Conv3d(blocks[-1].cout, 3 * PATCH * PATCH, 3)
+
+    def forward(self, z_BCThw: Tensor, first: bool) -> Tensor:
+        """[B, 48, n, h, w] to [B, 3, frames, 16h, 16w], nominally in [-1, 1], not clamped."""
+        x = z_BCThw
+        for stage in self.stages(first):
+            x = stage(x)
+        return x
+
+    def stages(self, first: bool) -> list[Activation]:
+        """The network as steps, between which a tile may be cut smaller: the latent-sized part, the blocks, the end."""
+        blocks = [lambda x, block=block: block(x, first) for block in self.up_blocks]
+        return [lambda z: self.mid_block(self.conv_in(self.conv_in.padded(z))), *blocks, self._to_pixels]
+
+    def _to_pixels(self, x: Tensor) -> Tensor:
+        x = self.conv_out(self.conv_out.padded(x, lambda frame: F.silu(normalise(frame, NORM_EPS))))
+        return unpatchify(x)
+
+
+def unpatchify(x_BCTHW: Tensor) -> Tensor:
+    """Channels to 2x2 pixels: channel c*4 + dx*2 + dy is the pixel (2h + dy, 2w + dx) (40 §4.3)."""
+    B, C, T, H, W = x_BCTHW.shape
+    x = x_BCTHW.view(B, C // PATCH**2, PATCH, PATCH, T, H, W)
+    return x.permute(0, 1, 4, 5, 3, 6, 2).reshape(B, C // PATCH**2, T, PATCH * H, PATCH * W)
+
+
+def turbo_decoder_tensors(config: TurboConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, TensorSpec]:
+    """Name (without TURBO_PREFIX), shape and dtype in the model of the decoder's 80 tensors (40 §4.2)."""
+    with torch.device("meta"):
+        state = TurboDecoder(config).state_dict()
+    return {name: TensorSpec(tuple(tensor.shape), dtype) for name, tensor in state.items()}
