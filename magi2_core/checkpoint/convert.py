@@ -1,0 +1,81 @@
+"""The two pickled files of a release, rewritten as safetensors beside them (80, line 19)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from ..errors import RequestError
+from ..events import Events, Silent
+from .folder import TURBO, TURBO_FILE, WAN, WAN_FILE, CheckpointFolder
+from .legacy import load_pickle, state_dict_of, turbo_names
+
+
+def convert(root: Path | str, events: Events | None = None) -> list[Path]:
+    """Write `vae/Wan2.2_VAE.safetensors` and `turbo_vae/checkpoint.safetensors`; return the files written.
+
+    The originals stay. A file that is already there, and one whose original is not, is skipped. Raises CheckpointError
+    for a pickle that is damaged or needs code to be run, RequestError if the folder cannot be written.
+    """
+    events = events or Silent()
+    folder = CheckpointFolder(root)
+    sources = (folder.root / WAN / WAN_FILE, folder.root / TURBO / TURBO_FILE)
+    written = []
+    for done, source in enumerate(sources):
+        target = source.with_suffix(".safetensors")
+        events.check()
+        if target.exists():
+            events.log(f"{target} is already there.")
+        elif not source.exists():
+            events.log(f"{source} is not there; nothing to convert.")
+        else:
+            _write(target, _needed(source))
+            written.append(target)
+        events.progress("convert", done + 1, len(sources))
+    return written
+
+
+def _needed(source: Path) -> dict[str, Tensor]:
+    """The tensors to keep: of the training checkpoint only the decoder, under the names of a release; of the VAE all,
+    because other programs recognise the file by its decoder (40 §3.7)."""
+    tensors = state_dict_of(load_pickle(source))
+    if source.name == TURBO_FILE:
+        tensors = {name: tensors[key] for name, key in turbo_names(tensors).items()}
+    # safetensors takes neither strides nor two names of one storage.
+    seen: set[int] = set()
+    for key, tensor in tensors.items():
+        shared = tensor.data_ptr() in seen or tensor.untyped_storage().nbytes() != tensor.nbytes
+        seen.add(tensor.data_ptr())
+        tensors[key] = tensor.contiguous().clone() if shared else tensor.contiguous()
+    return tensors
+
+
+def _write(target: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    with _replacing(target) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A new file in the same folder that takes the name `target` if the block succeeds, and vanishes if it does not."""
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
+    except OSError as error:
+        raise RequestError(f"The folder {target.parent} cannot be written: {error.strerror}.") from error
+    os.close(handle)
+    partial = Path(name)
+    try:
+        yield partial
+        partial.chmod(0o644)
+        partial.replace(target)
+    except OSError as error:
+        raise RequestError(f"{target} cannot be written: {error.strerror or error}.") from error
+    finally:
+        partial.unlink(missing_ok=True)
