@@ -36,24 +36,16 @@ def true_fp32() -> Iterator[None]:
     inside them moves routes (10 §0). Torch only has process-wide switches, so they are turned for the time of one
     forward and turned back, also after an exception.
     """
-    switches = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
-    if not all(hasattr(switch, "fp32_precision") for switch in switches):  # torch before 2.9
-        yield from _without(torch.backends.cuda.matmul, "allow_tf32", False)
-        return
-    saved = [switch.fp32_precision for switch in switches]
+    backends: Any = torch.backends
+    value: Any
+    switches, name, value = [backends.cuda.matmul, backends.mkldnn.matmul], "fp32_precision", "ieee"
+    if not all(hasattr(switch, name) for switch in switches):  # torch before 2.9
+        switches, name, value = [backends.cuda.matmul], "allow_tf32", False
+    saved = [getattr(switch, name) for switch in switches]
     try:
         for switch in switches:
-            switch.fp32_precision = "ieee"
+            setattr(switch, name, value)
         yield
     finally:
-        for switch, value in zip(switches, saved, strict=True):
-            switch.fp32_precision = value
-
-
-def _without(switch: Any, name: str, value: object) -> Iterator[None]:
-    saved = getattr(switch, name)
-    try:
-        setattr(switch, name, value)
-        yield
-    finally:
-        setattr(switch, name, saved)
+        for switch, before in zip(switches, saved, strict=True):
+            setattr(switch, name, before)

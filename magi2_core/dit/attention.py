@@ -1,0 +1,96 @@
+"""The attention branch: gated, with normed and rotated queries and keys, and learned sinks (10 §7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...distributed.exchange import all_reduce_sum, scatter_qkv, scatter_tokens_gather_heads
+from ..config import PreviewConfig
+from ..kernels.attention import varlen_attention
+from .linear import grouped_linear
+from .norm import rms_norm
+from .prepare import Prepared
+from .rope import rotate
+from .weights import Tensors, Weight
+
+
+class Attention(nn.Module):
+    """One layer's attention branch, with this rank's shapes."""
+
+    def __init__(self, config: PreviewConfig, tensors: Tensors) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.softcap = config.attn_softcap
+        self.sinks = tensors["sinks"]
+        self.pre_norm = Weight(tensors.at("pre_norm"))
+        self.q_norm = Weight(tensors.at("q_norm"))
+        self.k_norm = Weight(tensors.at("k_norm"))
+        self.linear_g = Weight(tensors.at("linear_g"))
+        self.linear_qkv = Weight(tensors.at("linear_qkv"))
+        self.linear_proj = Weight(tensors.at("linear_proj"))
+
+    def forward(self, u_SD: Tensor, prepared: Prepared) -> Tensor:
+        """Branch input [S, D] -> branch output [S, D], in the compute dtype; exchanges tokens with other ranks."""
+        split, group = prepared.split, prepared.parallel.sp_group
+        q_SHd, k_SHd, v_SHd, gate_SH = self.project(u_SD, prepared)
+        # 10 §14.11: rotated by now, because positions are local; segments count over the whole sequence.
+        q_THd, k_THd, v_THd = scatter_qkv(q_SHd, k_SHd, v_SHd, split, group)
+        del q_SHd, k_SHd, v_SHd
+        sinks_NH = self.sinks.chunk(split.ranks, dim=1)[split.rank]
+        o_THd = attend(q_THd, k_THd, v_THd, prepared.cu_seqlens, sinks_NH, self.softcap)
+        del q_THd, k_THd, v_THd
+        o_SHd = head_gate_(scatter_tokens_gather_heads(o_THd, split, group), gate_SH)
+        runs = prepared.runs if self.linear_proj.blocks > 1 else None
+        out_SD = grouped_linear(o_SHd.flatten(1), self.linear_proj.weight, runs)
+        return all_reduce_sum(out_SD, prepared.parallel.tp_group)
+
+    def project(self, u_SD: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q [S, H, d], k and v [S, Hk, d], views of one buffer, q and k normed and rotated; gate logits [S, H]."""
+        heads = self.sinks.shape[1]
+        width = self.linear_qkv.of(0).shape[0]
+        qkv_SHd = u_SD.new_empty(u_SD.shape[0], width // self.head_dim, self.head_dim)
+        gate_SH = u_SD.new_empty(u_SD.shape[0], heads)
+        kv_heads = (qkv_SHd.shape[1] - heads) // 2
+        q_SHd, k_SHd, v_SHd = qkv_SHd.split([heads, kv_heads, kv_heads], dim=1)
+        for piece in prepared.pieces(self.linear_qkv.blocks):
+            modality, rows = piece.modality, piece.rows
+            x_RD = rms_norm(u_SD[rows], self.pre_norm.of(modality))
+            gate_SH[rows] = F.linear(x_RD, self.linear_g.of(modality))
+            qkv_RHd = F.linear(x_RD, self.linear_qkv.of(modality)).unflatten(1, (-1, self.head_dim))
+            q_RHd, k_RHd, v_SHd[rows] = qkv_RHd.split([heads, kv_heads, kv_heads], dim=1)
+            # 10 §14.7: fp32 through norm and rotation, rounded here for the first time.
+            rope_RR = prepared.rope_SR[rows]
+            q_SHd[rows] = rotate(rms_norm(q_RHd, self.q_norm.of(modality), dtype=torch.float32), rope_RR)
+            k_SHd[rows] = rotate(rms_norm(k_RHd, self.k_norm.of(modality), dtype=torch.float32), rope_RR)
+        return q_SHd, k_SHd, v_SHd, gate_SH
+
+
+def attend(
+    q_THd: Tensor,
+    k_THd: Tensor,
+    v_THd: Tensor,
+    cu_seqlens: Sequence[int],
+    sinks_NH: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """Attention inside each segment with scale d^-1/2, then the sinks (10 §7 steps 8, 9). Returns [T, H, d]."""
+    o_THd, lse_HT = varlen_attention(q_THd, k_THd, v_THd, cu_seqlens, scale=q_THd.shape[-1] ** -0.5, softcap=softcap)
+    return o_THd if sinks_NH is None else apply_sinks_(o_THd, lse_HT, sinks_NH)
+
+
+def apply_sinks_(o_THd: Tensor, lse_HT: Tensor, sinks_NH: Tensor) -> Tensor:
+    """Shrink the outputs in place as if every head had further keys with these logits and values of zero.
+
+    The share that the real keys keep, exp(lse) / (exp(lse) + Σ exp(sink)), is fp32 and not rounded (10 §7 step 9).
+    """
+    share_HT = torch.sigmoid(lse_HT - sinks_NH.logsumexp(0)[:, None])
+    return o_THd.mul_(share_HT.t()[..., None])
+
+
+def head_gate_(o_THd: Tensor, gate_TH: Tensor) -> Tensor:
+    """o · sigmoid(gate) for each head, in place; the sigmoid keeps the gate's dtype, as eager code has it (10 §7)."""
+    return o_THd.mul_(torch.sigmoid(gate_TH)[..., None])

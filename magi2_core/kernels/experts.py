@@ -1,0 +1,70 @@
+"""The routed experts of one MoE head in plain torch (10 §9, 70 §3).
+
+Routes are sorted by expert, each product is one matrix product for each expert, and the K contributions of a token are
+summed in fp32 in the order of its choices: repeatable, and rounded once. Indices and offsets are 64-bit throughout.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dit.activation import swiglu7_pair
+from ..dit.router import sort_routes
+
+# Elements of one fp32 temporary of the activation: in cache on a CPU, a quarter of a gigabyte elsewhere.
+_ACTIVATION = {"cpu": 1 << 18}
+_ACTIVATION_GPU = 1 << 26
+
+
+def head_experts(
+    x_Td: Tensor,
+    weights_TK: Tensor,
+    bank_TK: Tensor,
+    w_gate_EdF: Tensor,
+    w_up_EdF: Tensor,
+    w_down_EFd: Tensor,
+    *,
+    shared: bool = False,
+) -> Tensor:
+    """Σ_k weight · expert(x) for every token of one head: [T, d] in x's dtype.
+
+    bank_TK: which of the E experts given here; where the head is `shared` with another rank, E or more marks a route
+    that is not evaluated here. The products of gate and up stay fp32 up to the activation, which is rounded to x's
+    dtype, and the products of down stay fp32 up to the sum. The grouped product on CUDA rounds each of the three to
+    bf16, which is the price of not reading the offsets back to the host.
+    """
+    tokens, k = bank_TK.shape
+    order_R, ends_E = sort_routes(bank_TK.flatten(), w_gate_EdF.shape[0])
+    x_Rd = x_Td.index_select(0, order_R // k)
+    hidden_RF = _activate(_grouped(x_Rd, w_gate_EdF, ends_E), _grouped(x_Rd, w_up_EdF, ends_E), x_Td.dtype)
+    y_Rd = _grouped(hidden_RF, w_down_EFd, ends_E).float()
+    routes_R = torch.arange(len(order_R), device=order_R.device)
+    if shared:  # rows past the last end were never written, and 0 · NaN is NaN
+        y_Rd.masked_fill_((routes_R >= ends_E[-1])[:, None], 0.0)
+    place_TK = torch.empty_like(order_R).scatter_(0, order_R, routes_R).view(tokens, k)
+    return F.embedding_bag(place_TK, y_Rd, mode="sum", per_sample_weights=weights_TK).to(x_Td.dtype)
+
+
+def _grouped(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows [ends[e-1], ends[e]) times w[e] -> [R, o], fp32 or x's dtype; rows past the last end are undefined."""
+    aligned = x_Ri.shape[1] % 8 == 0 and w_Eio.shape[2] % 8 == 0
+    if x_Ri.device.type == "cuda" and x_Ri.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm"):
+        return F.grouped_mm(x_Ri, w_Eio, offs=ends_E)
+    y_Ro = torch.empty((x_Ri.shape[0], w_Eio.shape[2]), dtype=torch.float32, device=x_Ri.device)
+    start = 0
+    for stop, w_io in zip(ends_E.tolist(), w_Eio, strict=True):
+        if stop > start:
+            torch.mm(x_Ri[start:stop].float(), w_io.float(), out=y_Ro[start:stop])
+        start = stop
+    return y_Ro
+
+
+def _activate(gate_RF: Tensor, up_RF: Tensor, dtype: torch.dtype) -> Tensor:
+    hidden_RF = torch.empty(gate_RF.shape, dtype=dtype, device=gate_RF.device)
+    limit = _ACTIVATION.get(gate_RF.device.type, _ACTIVATION_GPU) // gate_RF.shape[1]
+    for start in range(0, gate_RF.shape[0], max(1, limit)):
+        rows = slice(start, start + max(1, limit))
+        hidden_RF[rows] = swiglu7_pair(gate_RF[rows].float(), up_RF[rows].float())
+    return hidden_RF

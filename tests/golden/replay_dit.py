@@ -1,0 +1,425 @@
+"""Replay of the recorded transformer results: operators, whole layers, whole models, a checkpoint, the exchanges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...distributed.exchange import (
+    ParallelContext,
+    combine_heads,
+    dispatch_heads,
+    scatter_qkv,
+    scatter_tokens_gather_heads,
+)
+from ...distributed.layout import TokenSplit, bank_shares, split_evenly
+from ...magi2_core.checkpoint.folder import preview_network
+from ...magi2_core.checkpoint.loader import load_module
+from ...magi2_core.config import MoeConfig, PreviewConfig
+from ...magi2_core.dit.activation import swiglu7
+from ...magi2_core.dit.attention import apply_sinks_
+from ...magi2_core.dit.inputs import Modality, PackedLayout, PackedTokens
+from ...magi2_core.dit.linear import grouped_linear
+from ...magi2_core.dit.mhc import branch_input, coefficients, update_streams_
+from ...magi2_core.dit.model import Layer, PreviewTransformer
+from ...magi2_core.dit.moe import RoutedExperts
+from ...magi2_core.dit.norm import rms_norm
+from ...magi2_core.dit.parameters import preview_tensors
+from ...magi2_core.dit.prepare import prepare
+from ...magi2_core.dit.rope import rotary_bands, rotary_table, rotate
+from ...magi2_core.dit.router import route, sort_routes
+from ...magi2_core.dit.runs import Run
+from ...magi2_core.dit.weights import Tensors
+from ...magi2_core.kernels.attention import varlen_attention
+from ...magi2_core.sampling.time_embedding import time_embedding
+from ..ranks import run_ranks
+from .replay import Case, Measure, equal, max_abs, rel_l2
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def run(case: Case) -> list[Measure]:
+    """Replay a case by the family that its name begins with; KeyError for a name that begins with none."""
+    families: dict[str, Callable[[Case], list[Measure]]] = {
+        "op_rope": run_rope,
+        "op_sinusoid": run_sinusoid,
+        "op_norm": run_norm,
+        "op_grouped_linear": run_grouped_linear,
+        "op_swiglu7": run_swiglu7,
+        "op_attention": run_attention,
+        "op_mhc": run_mhc,
+        "op_router": run_router,
+        "op_moe_core": run_moe_core,
+        "layer_": run_layer,
+        "model_": run_model,
+        "ckpt_": run_checkpoint,
+        "par_exchange": run_exchange,
+    }
+    for prefix, replay in families.items():
+        if case.name.startswith(prefix):
+            return replay(case)
+    raise KeyError(f"no family of transformer cases begins like {case.name!r}")
+
+
+# Comparing by the limits that a case states
+
+
+def judge(case: Case, key: str, got: Tensor) -> list[Measure]:
+    """Compare with a recorded tensor by the limits of the first pattern in the case's `tolerance` that fits its key."""
+    expected = case.tensors[key]
+    for pattern, limits in case.meta["tolerance"].items():
+        if fnmatch(key, pattern):
+            break
+    else:
+        raise KeyError(f"{case.name} states no tolerance for {key}")
+    if got.shape != expected.shape:
+        return [Measure(f"{key} shape {tuple(got.shape)} for {tuple(expected.shape)}", math.inf, 0.0)]
+    limits = dict(limits)
+    if limits.pop("exact", False):
+        return [equal(key, got, expected)]
+    measures = []
+    if {"atol", "rtol", "max_ulp_bf16"} & limits.keys():
+        measures.append(_elementwise(key, got, expected, limits))
+    if "max_abs" in limits:
+        measures.append(max_abs(key, got, expected, limits.pop("max_abs")))
+    if "rel_l2" in limits:
+        measures.append(rel_l2(key, got, expected, limits.pop("rel_l2")))
+    if "median_token_rel_l2" in limits:
+        measures.append(median_token(key, got, expected, limits.pop("median_token_rel_l2")))
+    if limits:
+        raise KeyError(f"{case.name} has a limit of an unknown kind for {key}: {limits}")
+    return measures
+
+
+def _elementwise(key: str, got: Tensor, expected: Tensor, limits: dict[str, float]) -> Measure:
+    """The worst element as a share of what it is allowed: atol + rtol·|expected|, or a number of bf16 steps, whichever
+    is met (10 §13)."""
+    difference = (got.double() - expected.double()).abs()
+    shares = []
+    if {"atol", "rtol"} & limits.keys():
+        shares.append(difference / (limits.pop("atol", 0.0) + limits.pop("rtol", 0.0) * expected.double().abs()))
+    if "max_ulp_bf16" in limits:
+        shares.append(_bf16_steps(got, expected) / limits.pop("max_ulp_bf16"))
+    shares = [share.where(difference != 0, 0.0) for share in shares]
+    worst = torch.stack(shares).amin(0)
+    return Measure(f"{key}, share of the limit", worst.max().item() if worst.numel() else 0.0, 1.0)
+
+
+def _bf16_steps(got: Tensor, expected: Tensor) -> Tensor:
+    """How many bf16 values lie between two tensors; infinite where `got` is not finite."""
+    ordered = []
+    for x in (got, expected):
+        bits = x.to(torch.bfloat16).view(torch.int16).int()
+        ordered.append(torch.where(bits < 0, -(bits & 0x7FFF), bits))
+    steps = (ordered[0] - ordered[1]).abs().double()
+    return steps.where(got.isfinite(), math.inf)
+
+
+def median_token(key: str, got: Tensor, expected: Tensor, tolerance: float) -> Measure:
+    """Median over the rows that are not zero of the relative error of a row (10 §13)."""
+    norm = expected.double().norm(dim=1)
+    error = (got.double() - expected.double()).norm(dim=1)[norm > 0] / norm[norm > 0]
+    if not error.isfinite().all():
+        return Measure(f"{key} median token", math.inf, tolerance)
+    return Measure(f"{key} median token", error.median().item(), tolerance)
+
+
+# Operators
+
+
+def run_rope(case: Case) -> list[Measure]:
+    tensors = case.tensors
+    bands = rotary_bands(case.meta["config"]["head_dim"])
+    table = rotary_table(tensors["in.coords"], bands)
+    return [
+        equal("bands", bands, tensors["mid.bands"]),
+        *judge(case, "out.rope", table),
+        *judge(case, "out.q_rotated", rotate(tensors["in.q"], table)),
+    ]
+
+
+def run_sinusoid(case: Case) -> list[Measure]:
+    measures = []
+    for key in _keys(case, "out."):
+        width = int(key.removeprefix("out.emb"))
+        got = torch.stack([time_embedding(time, width).flatten() for time in case.tensors["in.position"].tolist()])
+        measures += judge(case, key, got)
+    return measures
+
+
+def run_norm(case: Case) -> list[Measure]:
+    weights = {"multi": "pre_norm", "single": "single", "heads": "q_norm"}
+    runs = _runs(case.meta["config"]["group_sizes"])
+    measures = []
+    for key in _keys(case, "out."):
+        kind, mode = key.removeprefix("out.").split("_")
+        x = case.tensors["in.heads_permuted" if kind == "heads" else "in.x_permuted"]
+        weight = case.tensors[f"weights.{weights[kind]}.weight"]
+        got = rms_norm(x, weight, None if kind == "single" else runs, dtype=DTYPES[mode])
+        measures += [equal(f"{key} dtype", got.dtype, case.tensors[key].dtype), *judge(case, key, got)]
+    return measures
+
+
+def run_grouped_linear(case: Case) -> list[Measure]:
+    runs = _runs(case.meta["config"]["group_sizes"])
+    measures = []
+    for key in _keys(case, "out."):
+        dtype = DTYPES[key.rsplit("_", 1)[1]]
+        x, weight = (case.tensors[name].to(dtype) for name in ("in.x_permuted", "weights.weight"))
+        bias = case.tensors["weights.bias"].to(dtype) if "weights.bias" in case.tensors else None
+        measures += judge(case, key, grouped_linear(x, weight, runs, bias))
+    return measures
+
+
+def run_swiglu7(case: Case) -> list[Measure]:
+    modes = [key.removeprefix("out.y_") for key in _keys(case, "out.")]
+    return [m for mode in modes for m in judge(case, f"out.y_{mode}", swiglu7(case.tensors[f"in.x_{mode}"]))]
+
+
+def run_attention(case: Case) -> list[Measure]:
+    config, tensors = case.meta["config"], case.tensors
+    softcaps = {name: cap if isinstance(cap, float | int) else -1.0 for name, cap in config["softcap"].items()}
+    measures = []
+    for key in _keys(case, "out."):
+        cap, sink, mode = key.removeprefix("out.").split("_")
+        out, lse = _attend(tensors, DTYPES[mode], config["scale"], softcaps[cap])
+        if sink != "nosink":
+            out = apply_sinks_(out, lse, tensors[f"in.sinks{sink.removeprefix('sink')}"])
+        measures += judge(case, key, out)
+    for key in _keys(case, "mid.lse_"):
+        _, lse = _attend(tensors, torch.float32, config["scale"], softcaps[key.removeprefix("mid.lse_")])
+        measures.append(max_abs(key, lse, tensors[key], case.meta["tolerance"]["*_f32"]["atol"]))
+    return measures
+
+
+def _attend(tensors: dict[str, Tensor], dtype: torch.dtype, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    q, k, v = (tensors[f"in.{name}"].to(dtype) for name in "qkv")
+    return varlen_attention(q, k, v, tensors["in.cu_seqlens"].tolist(), scale=scale, softcap=softcap)
+
+
+def run_mhc(case: Case) -> list[Measure]:
+    config, tensors = case.meta["config"], case.tensors
+    n, runs = config["n"], _runs(config["group_sizes"])
+    measures = []
+    for mode, dtype in DTYPES.items():
+        if f"out.streams_{mode}" not in tensors:
+            continue
+        streams = tensors["in.streams_permuted"].to(dtype, copy=True)
+        normed = rms_norm(streams.flatten(1), tensors["weights.mhc_norm.weight"], runs, dtype=torch.float32)
+        logits = normed @ tensors["weights.mhc_phi_fused"]
+        alphas = [tensors[f"weights.alpha_{kind}"] for kind in ("pre", "post", "res")]
+        biases = [tensors[f"weights.bias_{kind}"] for kind in ("pre", "post", "res")]
+        mix = coefficients(logits, alphas, biases, (n * config["C"]) ** -0.5, dtype)
+        got = {
+            "mid.h_pre_logits": logits[:, :n],
+            "mid.h_post_logits": logits[:, n : 2 * n],
+            "mid.h_res_logits": logits[:, 2 * n :].unflatten(1, (n, n)),
+            "mid.h_post": mix.post_NS.t(),
+            "mid.h_res": mix.res_NNS.permute(2, 0, 1),
+            "out.branch_in": branch_input(streams, mix),
+        }
+        update_streams_(streams, mix, tensors["in.branch_out"].to(dtype))
+        got["out.streams"] = streams
+        measures += [m for key, value in got.items() for m in judge(case, f"{key}_{mode}", value)]
+    return measures
+
+
+def run_router(case: Case) -> list[Measure]:
+    config, tensors = case.meta["config"], case.tensors
+    heads, tokens, experts = tensors["in.logits"].shape
+    bias = tensors["in.expert_bias"][:, None]
+    weights, chosen = route(tensors["in.logits"], bias, config["top_k"])
+    raw, _ = route(tensors["in.logits"], bias, config["top_k"], normalize=False)
+    scaled, _ = route(tensors["in.logits"], bias, config["top_k"], scale=config["route_scale"])
+    bank = chosen + torch.arange(heads)[:, None, None] * experts
+    order, ends = sort_routes(bank.flatten(), heads * experts)
+    atol = case.meta["tolerance"]["out.probs_norm"]["atol"]
+    return [
+        *judge(case, "out.probs_norm", weights),
+        *judge(case, "out.indices", chosen),
+        *judge(case, "out.gather_ids", order // config["top_k"] % tokens),
+        max_abs("out.probs_raw", raw, tensors["out.probs_raw"], atol),
+        max_abs("out.probs_sorted_scaled", scaled.flatten()[order], tensors["out.probs_sorted_scaled"],
+                atol * config["route_scale"]),
+        equal("out.expert_offsets", torch.cat([torch.zeros(1), ends]), tensors["out.expert_offsets"]),
+    ]  # fmt: skip
+
+
+def run_moe_core(case: Case) -> list[Measure]:
+    config, tensors = case.meta["config"], case.tensors
+    names = MoeConfig.__dataclass_fields__
+    moe = MoeConfig(**{name: value for name, value in config.items() if name in names}, moe_layers=(0,))
+    model = PreviewConfig(num_layers=1, hidden_size=config["hidden_size"], head_dim=config["hidden_size"],
+                          num_query_groups=1, mm_layers=(), moe=moe)  # fmt: skip
+    measures = []
+    for mode, dtype in DTYPES.items():
+        table = preview_tensors(replace(model, params_dtype=dtype))
+        share = ParallelContext.single().share(moe.num_heads, moe.num_experts)
+        experts = RoutedExperts(moe, share.banks, Tensors(table, share, "block.layers.0.mlp.moe_mlp."))
+        _fill(experts, _weights(tensors))
+        x = tensors["in.x"].to(dtype).unflatten(1, (moe.num_heads, -1))
+        choices = [experts.choose(x[:, head], head) for head in range(moe.num_heads)]
+        measures += [
+            max_abs("mid.probs", torch.stack([weights for weights, _ in choices]), tensors["mid.probs"], 1e-5),
+            equal("mid.indices", torch.stack([chosen for _, chosen in choices]), tensors["mid.indices"]),
+            *judge(case, f"out.y_{mode}", experts(x).flatten(1)),
+        ]
+    return measures
+
+
+# Layers and models
+
+
+def run_layer(case: Case) -> list[Measure]:
+    tensors, meta = case.tensors, case.meta["config"]
+    config, layout, index = PreviewConfig.from_json(meta), _layout(case), meta["layer_index"]
+    prepared = prepare(config, layout, ParallelContext.single(), rotary_bands(config.head_dim), "cpu")
+    rope = torch.empty_like(prepared.rope_SR)
+    order = torch.arange(layout.tokens) if prepared.order_S is None else prepared.order_S
+    rope[order] = prepared.rope_SR
+    measures = [max_abs("mid.rope", rope, tensors["mid.rope"], 2e-6)]
+    for mode, dtype in DTYPES.items():
+        share = ParallelContext.single().share(config.moe.num_heads, config.moe.num_experts)
+        table = preview_tensors(replace(config, params_dtype=dtype))
+        layer = Layer(config, index, Tensors(table, share, f"block.layers.{index}."))
+        _fill(layer, _weights(tensors))
+        seen: dict[str, Tensor] = {}
+        for name, branch in (("attn", layer.attention), ("mlp", layer.mlp)):
+            branch.register_forward_hook(_record(seen, name))
+        streams = tensors["in.x"][order].to(dtype)
+        layer(streams, prepared)
+        for key, value in {**seen, "out.y": streams}.items():
+            unsorted = torch.empty_like(value)
+            unsorted[order] = value
+            measures += judge(case, f"{key}_{mode}", unsorted)
+    return measures
+
+
+def _record(seen: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        seen[f"mid.{name}_in"], seen[f"mid.{name}_out"] = inputs[0].clone(), output.clone()
+
+    return hook
+
+
+def run_model(case: Case) -> list[Measure]:
+    config = PreviewConfig.from_json(case.meta["config"])
+    measures = []
+    for mode, dtype in DTYPES.items():
+        model = PreviewTransformer(config, compute_dtype=dtype)
+        _fill(model, _weights(case.tensors))
+        layers: list[Tensor] = []
+        for layer in model.block.layers:
+            layer.register_forward_hook(lambda module, inputs, output: layers.append(inputs[0].clone()))
+        measures += judge(case, f"out.y_{mode}", _forward(model, case))
+        if mode == "f32" and "mid.layer_last_f32" in case.tensors:
+            last = torch.empty_like(layers[-1])
+            order = model.prepare(_layout(case), "cpu").order_S
+            last[torch.arange(len(last)) if order is None else order] = layers[-1]
+            measures.append(rel_l2("mid.layer_last_f32", last, case.tensors["mid.layer_last_f32"], 1e-5))
+    return measures
+
+
+def run_checkpoint(case: Case) -> list[Measure]:
+    """A case NAME_io stands beside the folder NAME, which is what `preview/` is in a checkpoint."""
+    config = PreviewConfig.from_json(case.meta["config"])
+    measures = []
+    for mode, dtype in DTYPES.items():
+        with torch.device("meta"):
+            model = PreviewTransformer(config, compute_dtype=dtype)
+        load_module(model, preview_network(case.folder / case.name.removesuffix("_io"), model.config))
+        measures += judge(case, f"out.y_{mode}", _forward(model, case))
+    return measures
+
+
+def _forward(model: PreviewTransformer, case: Case) -> Tensor:
+    return model(model.prepare(_layout(case), "cpu"), _tokens(case, model.config))
+
+
+def _layout(case: Case) -> PackedLayout:
+    tensors = case.tensors
+    coords = tensors["in.coords_mapping" if "in.coords_mapping" in tensors else "in.coords"]
+    return PackedLayout(coords, tensors["in.modality_mapping"], tuple(tensors["in.cu_seqlens"].tolist()))
+
+
+def _tokens(case: Case, config: PreviewConfig) -> PackedTokens:
+    """Cut the recorded rows, which are as wide as the widest modality, into one tensor for each modality."""
+    x, modality = case.tensors["in.x"], case.tensors["in.modality_mapping"]
+    return PackedTokens(
+        video_NC=x[modality == Modality.VIDEO, : config.video_in_channels],
+        audio_NC=x[modality == Modality.AUDIO, : config.audio_in_channels],
+        text_NC=x[modality >= Modality.TEXT, : config.text_in_channels],
+        time_Tc=case.tensors.get("in.time_token_sequence"),
+    )
+
+
+def _weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix("weights."): value for key, value in tensors.items() if key.startswith("weights.")}
+
+
+def _fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy recorded weights into a module, whose dtype they take; the ema bias is the one in force (10 §12.2)."""
+    state = dict(module.state_dict())
+    if (bands := "pre_adapter.rope.bands") in state and bands not in weights:
+        weights = {**weights, bands: rotary_bands(8 * len(state[bands]))}
+    for key, tensor in state.items():
+        tensor.copy_(weights[f"{key}_ema" if key.endswith("router.expert_bias") else key])
+    if extra := weights.keys() - state.keys():
+        raise KeyError(f"the case has weights that the module lacks: {sorted(extra)}")
+
+
+# Exchanges
+
+
+def run_exchange(case: Case) -> list[Measure]:
+    meta = case.meta
+    ranks = run_ranks(meta["P"], _exchange, case.tensors, tuple(meta["split_sizes"]), meta["moe_heads"])
+    measures = []
+    for rank, received in enumerate(ranks):
+        for name, got in received.items():
+            expected = case.tensors[f"out.rank{rank}.{name}"]
+            if name == "moe":  # heads that exist on no rank travel as zeros in the recording, and here not at all
+                got = torch.cat([got, got.new_zeros(len(got), expected.shape[1] - got.shape[1], got.shape[2])], 1)
+            measures.append(equal(f"rank {rank} {name}", got, expected))
+    for ranks_, table in meta.get("moe_head_tables_for_12_heads_256_experts", {}).items():
+        shares = bank_shares(12, 256, int(ranks_), "padded")
+        measures += [
+            equal(f"heads over {ranks_}", [[s.first_head, s.last_head] for s in shares], table["real_head_ranges"]),
+            equal(f"rows over {ranks_}", [[s.first_bank, s.last_bank] for s in shares], table["checkpoint_row_ranges"]),
+        ]
+    for name, counts in meta.get("balanced_splits", {}).items():
+        total, parts = (int(part[1:]) for part in name.split("_"))
+        measures.append(equal(f"split {name}", list(split_evenly(total, parts)), counts))
+    return measures
+
+
+def _exchange(rank: int, tensors: dict[str, Tensor], counts: tuple[int, ...], moe_heads: int) -> dict[str, Tensor]:
+    """What one rank receives; it checks for itself that the way back gives its own rows again."""
+    split, group = TokenSplit(counts, rank), dist.group.WORLD
+    q, k, v, moe = (tensors[f"in.{name}"][split.rows].contiguous() for name in ("q", "k", "v", "moe"))
+    q_T, k_T, v_T = scatter_qkv(q, k, v, split, group)
+    for sent, received in ((q, q_T), (k, k_T), (v, v_T)):
+        if not torch.equal(scatter_tokens_gather_heads(received.contiguous(), split, group), sent):
+            raise AssertionError("The way back did not give the rank's own rows.")
+    shares = bank_shares(moe_heads, 1, len(counts), "padded")
+    moe_T = dispatch_heads(moe, split, shares, group)
+    if not torch.equal(combine_heads(moe_T, split, shares, group), moe):
+        raise AssertionError("The way back did not give the rank's own rows of the MoE heads.")
+    return {"q": q_T.clone(), "k": k_T.clone(), "v": v_T.clone(), "moe": moe_T.clone()}
+
+
+def _runs(group_sizes: list[int]) -> tuple[Run, ...]:
+    """Runs of rows that are sorted by modality."""
+    ends = [sum(group_sizes[: i + 1]) for i in range(len(group_sizes))]
+    return tuple(Run(i, end - size, end) for i, (end, size) in enumerate(zip(ends, group_sizes, strict=True)))
+
+
+def _keys(case: Case, prefix: str) -> list[str]:
+    return sorted(key for key in case.tensors if key.startswith(prefix))
