@@ -96,8 +96,9 @@ def inspect_checkpoint(root: Path | str) -> Report:
     usable = {network.folder for network in networks if network.usable}
     capabilities = {name: usable.issuperset(needed) for name, needed in CAPABILITIES.items()}
     # Several networks may read the same configuration: each of its problems counts once.
-    problems, warnings = ({p: None for p in found if p.warning is severity} for severity in (False, True))
-    return Report(folder.root, tuple(networks), capabilities, tuple(problems), tuple(warnings))
+    once = list(dict.fromkeys(found))
+    errors, warnings = ([p for p in once if p.warning is severity] for severity in (False, True))
+    return Report(folder.root, tuple(networks), capabilities, tuple(errors), tuple(warnings))
 
 
 def _network(folder: CheckpointFolder, name: str, open_network: Callable[[], Network]) -> tuple[Network, list[Problem]]:

@@ -350,7 +350,7 @@ def _write_shards(folder: Path, table: Mapping[str, TensorSpec], seed: int, draw
     for key, size in sizes.items():
         parts[min(shards - 1, before * shards // total)].append(key)
         before += size
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, keys in enumerate(parts):
         name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
         _save({key: _draw(key, table[key], seed, draw) for key in keys}, folder / name)
