@@ -19,17 +19,19 @@ from typing import Any, Literal
 
 from ..errors import MissingDependencyError, RequestError
 from ..events import Events
-from .caption_answer import AnswerError, caption_request, find_caption
+from .caption_answer import PROMPT_PLACE, AnswerError, caption_request, find_caption
 from .captions import Task, caption_problems, response_schema
-from .default_texts import instruction
 from .endpoint import Answer, Endpoint, EndpointError, ask
 from .markdown import render_markdown
 from .prompt import check_text
+from .user_texts import read_text, text_file
 
 logger = logging.getLogger("magi2")
 
 OnFailure = Literal["stop", "original"]
 Ask = Callable[[Endpoint, dict[str, Any], Events], Answer]
+
+INSTRUCTION_FILES: dict[Task, str] = {"t2v": "enhance_t2v.md", "i2v": "enhance_i2v.md"}
 
 _SHOWN_PROBLEMS = 20
 _KEPT_CAPTIONS = 64
@@ -52,6 +54,16 @@ class Enhanced:
     def caption_json(self) -> str:
         """The caption as JSON, for editing; used as a prompt it takes the compact form (30 §1). "" without one."""
         return "" if self.caption is None else json.dumps(self.caption, ensure_ascii=False, indent=2)
+
+
+def instruction(task: Task, user_folder: Path | None = None) -> str:
+    """The instruction template of a task, the user's own if there is one; it must have a place for the prompt."""
+    name = INSTRUCTION_FILES[task]
+    text = read_text(name, user_folder)
+    if PROMPT_PLACE not in text:
+        file = text_file(name, user_folder)
+        raise RequestError(f"The instruction text {file} must hold {PROMPT_PLACE} where the user's prompt belongs.")
+    return text
 
 
 class Enhancer:
@@ -89,8 +101,9 @@ class Enhancer:
         task: Task = "t2v" if picture is None else "i2v"
         try:
             template = instruction(task, self._texts_folder)
+            wish = f"This is variation {variation}: choose other details than in the others." if variation else ""
             model = self.endpoint.model
-            request = caption_request(task, template, prompt, picture, model=model, variation=variation)
+            request = caption_request(task, template, prompt, picture, model=model, variation=wish)
             return self._enhance(task, request, events)
         except (RequestError, MissingDependencyError) as error:
             if on_failure == "stop":
@@ -106,18 +119,19 @@ class Enhancer:
         sent = "the prompt and the picture" if task == "i2v" else "the prompt"
         events.log(f"Sending {sent} to {self.endpoint.model} at {self.endpoint.host}.")
         caption, problems = self._converse(task, request, events)
-        self._cache.put(key, caption)
-        warnings = (f"The caption does not fit its schema: {'; '.join(problems)}",) if problems else ()
-        for warning in warnings:
-            events.log(warning)
-        return Enhanced(render_markdown(caption), caption, warnings)
+        if not problems:
+            self._cache.put(key, caption)
+            return Enhanced(render_markdown(caption), caption)
+        warning = f"The caption does not fit its schema and is used all the same: {'; '.join(problems)}"
+        events.log(warning)
+        return Enhanced(render_markdown(caption), caption, (warning,))
 
     def _converse(self, task: Task, request: dict[str, Any], events: Events) -> tuple[dict[str, Any], list[str]]:
         """Ask, and once more with the faults if there are any; the caption and the faults that it still has."""
         answer = self._first_answer(task, request, events)
         caption, problems = _judge(task, answer)
-        if not problems:
-            return _given(caption), []
+        if caption is not None and not problems:
+            return caption, []
         events.log(f"The caption has {len(problems)} faults; asking once more. First: {problems[0]}")
         try:
             repair = self._send(task, _repair_request(request, answer, problems), events)
@@ -193,11 +207,6 @@ def _judge(task: Task, answer: Answer) -> tuple[dict[str, Any] | None, list[str]
     if not render_markdown(caption):
         return None, ["all fields of the caption are empty"]
     return caption, caption_problems(task, caption)[:_SHOWN_PROBLEMS]
-
-
-def _given(caption: dict[str, Any] | None) -> dict[str, Any]:
-    assert caption is not None
-    return caption
 
 
 def _refuses_schema(error: EndpointError) -> bool:

@@ -70,7 +70,7 @@ def figure_number(key: str) -> int:
 def picture_order(keys: Iterable[str], *, numeric: bool = False) -> list[str]:
     """The order in which pictures enter the sequence.
 
-    String order as in the reference, where `<Figure 10>` comes before `<Figure 2>` (30 §5); by number if `numeric`.
+    String order as in the reference, where `<Figure 10>` comes before `<Figure 1>` (30 §5); by number if `numeric`.
     """
     return sorted(keys, key=lambda key: (figure_number(key), key)) if numeric else sorted(keys)
 

@@ -102,6 +102,7 @@ class TextEncoder:
                     layer(x_1LD, position_embeddings=rope, attention_mask=None)
                     for x_1LD, rope in zip(streams, ropes, strict=True)
                 ]
+                del layer  # before the next one is read: there is never more than one
                 events.progress(STAGE, index + 1, self.layers)
         return [x_1LD[0].cpu() for x_1LD in streams]
 

@@ -1,0 +1,236 @@
+"""A structured caption from plain lines, for people who would rather fill in a form than write JSON (30 §8)."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import RequestError
+from .captions import (
+    Aesthetics,
+    AliveSubjectStatic,
+    AudioBaseline,
+    CameraCinematography,
+    CameraDelta,
+    CameraMovement,
+    Dialogue,
+    DialogueLine,
+    DynamicLayer,
+    EnvironmentBaseline,
+    GlobalLayer,
+    LightingBaseline,
+    ObjectStatic,
+    SegmentAudio,
+    SegmentBasicInfo,
+    T2VEnhanceResult,
+    TimelineSegment,
+    VideoMetadata,
+    VisualAttributes,
+)
+from .markdown import render_markdown
+
+SECONDS = 10.0
+Form = Literal["compact", "markdown"]
+
+_TIME = r"(?:\d+:)?\d+(?:\.\d+)?"
+_TIMED = re.compile(rf"^({_TIME})\s*(?:s\s*)?[-–]\s*({_TIME})\s*(?:s\b)?\s*:?\s+(.*)$")
+_SPOKEN = re.compile(r"^(.{1,40}?)\s*[:：]\s*(.*)$")
+_SUBJECT = re.compile(r"^<?\s*subject\s+(\d+)\s*>?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class CaptionForm:
+    """What a person fills in; every field may be empty, but not all of them.
+
+    subjects: one a line, `description | clothing | position`; they become <subject 1>, <subject 2>, ...
+    objects: one a line, `description | shape and colour | position`; they become <object 1>, ...
+    timeline: one segment a line, `0-5 what happens`; without times the ten seconds are divided evenly.
+    dialogue: one line of speech a line, `3-4.5 <subject 1>: the words | how it is said`; the times may be left out.
+    """
+
+    context: str = ""
+    description: str = ""
+    subjects: str = ""
+    objects: str = ""
+    timeline: str = ""
+    dialogue: str = ""
+    language: str = ""
+    ambience: str = ""
+    style: str = ""
+    mood: str = ""
+    colors: str = ""
+    camera: str = ""
+    light: str = ""
+    setting: str = ""
+    aspect_ratio: str = "16:9"
+
+
+@dataclass(frozen=True)
+class _Segment:
+    start: float
+    end: float
+    text: str
+
+
+def compose_caption(form: CaptionForm) -> dict[str, Any]:
+    """Build a text-to-video caption with all its fields; RequestError for lines that cannot be understood."""
+    subjects, objects = _rows(form.subjects), _rows(form.objects)
+    segments = _segments(form.timeline)
+    spoken = [_spoken(line, len(subjects)) for line in _lines(form.dialogue)]
+    if not any((form.context.strip(), form.description.strip(), subjects, objects, segments, spoken)):
+        raise RequestError("The caption is empty; fill in at least a context, a description or a timeline.")
+    if spoken and not segments:
+        segments = [_Segment(0.0, SECONDS, "")]
+    layer = GlobalLayer(
+        context=form.context.strip(),
+        description=form.description.strip(),
+        aesthetics=Aesthetics(
+            style=form.style.strip(),
+            contrast="",
+            saturation="",
+            color_scheme=form.colors.strip(),
+            mood_atmosphere=form.mood.strip(),
+        ),
+        audio_baseline=AudioBaseline(
+            ambience=form.ambience.strip(),
+            dialogue=Dialogue(
+                language=form.language.strip(), speaker_tags=list(dict.fromkeys(line.speaker for _, line in spoken))
+            ),
+        ),
+        objects_static=[_object(number, row) for number, row in enumerate(objects, 1)],
+        video_metadata=VideoMetadata(duration=SECONDS, aspect_ratio=form.aspect_ratio.strip()),
+        lighting_baseline=LightingBaseline(
+            conditions=form.light.strip(), direction="", shadows="", source_consistency=""
+        ),
+        environment_baseline=EnvironmentBaseline(background_setting=form.setting.strip()),
+        alive_subjects_static=[_subject(number, row) for number, row in enumerate(subjects, 1)],
+        camera_cinematography=CameraCinematography(overall_camera_style=form.camera.strip(), default_depth_of_field=""),
+    )
+    dynamic = DynamicLayer(timeline_segments=[_timeline_segment(segment, segments, spoken) for segment in segments])
+    return T2VEnhanceResult(global_layer=layer, dynamic_layer=dynamic).model_dump()
+
+
+def caption_prompt(caption: dict[str, Any], form: Form) -> str:
+    """The prompt that a caption becomes: JSON, of which the encoder sees the compact form, or Markdown (30 §1)."""
+    return render_markdown(caption) if form == "markdown" else json.dumps(caption, ensure_ascii=False, indent=2)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _rows(text: str) -> list[list[str]]:
+    """Each line's three parts between bars, missing ones empty."""
+    return [([part.strip() for part in line.split("|")] + ["", ""])[:3] for line in _lines(text)]
+
+
+def _subject(number: int, row: list[str]) -> AliveSubjectStatic:
+    looks = VisualAttributes(
+        gender="", ethnicity="", age_group="", facial_features="", clothing=row[1], appearance_details=""
+    )
+    return AliveSubjectStatic(
+        subject_id=f"<subject {number}>", description=row[0], position=row[2], orientation="", visual_attributes=looks
+    )
+
+
+def _object(number: int, row: list[str]) -> ObjectStatic:
+    return ObjectStatic(
+        object_id=f"<object {number}>",
+        description=row[0],
+        shape_and_color=row[1],
+        texture="",
+        relative_size="",
+        position=row[2],
+        orientation="",
+    )
+
+
+def _segments(text: str) -> list[_Segment]:
+    lines = _lines(text)
+    timed = [_TIMED.match(line) for line in lines]
+    if not any(timed):
+        return [
+            _Segment(round(SECONDS * i / len(lines), 1), round(SECONDS * (i + 1) / len(lines), 1), line)
+            for i, line in enumerate(lines)
+        ]
+    segments = []
+    for line, match in zip(lines, timed, strict=True):
+        if match is None:
+            raise RequestError(
+                f"The timeline line {line!r} has no time while others have one; write it like '2.5-5 what happens'."
+            )
+        start, end = _interval(match, line)
+        if segments and start < segments[-1].end:
+            raise RequestError(
+                f"The timeline line {line!r} starts before the line above it ends ({_clock(segments[-1].end)});"
+                " the lines follow each other."
+            )
+        segments.append(_Segment(start, end, match[3].strip()))
+    return segments
+
+
+def _spoken(line: str, subjects: int) -> tuple[float | None, DialogueLine]:
+    """A line of speech and when it starts, None without a time."""
+    timed = _TIMED.match(line)
+    interval = _interval(timed, line) if timed else None
+    match = _SPOKEN.match(timed[3] if timed else line)
+    if match is None:
+        raise RequestError(f"The dialogue line {line!r} names no speaker; write it like '<subject 1>: the words'.")
+    speaker = match[1].strip()
+    if subject := _SUBJECT.match(speaker):
+        if not 1 <= int(subject[1]) <= subjects:
+            raise RequestError(f"The dialogue line {line!r} is spoken by {speaker}, but there are {subjects} subjects.")
+        speaker = f"<subject {int(subject[1])}>"
+    text, _, delivery = match[2].partition("|")
+    when = f"{_clock(interval[0])}-{_clock(interval[1])}" if interval else ""
+    spoken = DialogueLine(timestamp=when, speaker=speaker, text=text.strip(), delivery=delivery.strip())
+    return (interval[0] if interval else None), spoken
+
+
+def _interval(match: re.Match[str], line: str) -> tuple[float, float]:
+    start, end = _seconds(match[1]), _seconds(match[2])
+    if not 0 <= start < end <= SECONDS:
+        raise RequestError(f"The time of the line {line!r} must lie between 0 and {SECONDS:g} seconds and go forward.")
+    return start, end
+
+
+def _seconds(time: str) -> float:
+    minutes, _, seconds = time.rpartition(":")
+    return 60 * float(minutes or 0) + float(seconds)
+
+
+def _clock(seconds: float) -> str:
+    """Seconds in the captions' spelling, MM:SS.s (30 §10.1)."""
+    tenths = round(seconds * 10)
+    return f"{tenths // 600:02d}:{tenths // 10 % 60:02d}.{tenths % 10}"
+
+
+def _timeline_segment(
+    segment: _Segment, segments: list[_Segment], spoken: list[tuple[float | None, DialogueLine]]
+) -> TimelineSegment:
+    still = CameraMovement(type="", direction="", intensity="")
+    return TimelineSegment(
+        segment_basic_info=SegmentBasicInfo(
+            timestamp_range=f"{_clock(segment.start)}-{_clock(segment.end)}",
+            segment_description=segment.text,
+            active_background="",
+            camera_delta=CameraDelta(focus="", camera_position="", composition="", camera_movement=still),
+        ),
+        objects=[],
+        alive_subjects=[],
+        text_render=[],
+        causal_events=[],
+        audio=SegmentAudio(
+            dialogue_lines=[line for start, line in spoken if _segment_of(start, segments) is segment],
+            ambience_deltas=[],
+            special_audio_events=[],
+        ),
+    )
+
+
+def _segment_of(start: float | None, segments: list[_Segment]) -> _Segment:
+    """The segment in which a line of speech starts: the last that has begun, the first for one without a time."""
+    begun = [segment for segment in segments if start is not None and segment.start <= start]
+    return begun[-1] if begun else segments[0]
