@@ -133,7 +133,7 @@ def compare(scan: Scan, table: Mapping[str, TensorSpec], optional: Collection[st
             problems.append(Problem(entry.file, f"shape {list(spec.shape)}", f"shape {list(entry.shape)}", key))
         elif not entry.dtype.is_floating_point:
             problems.append(Problem(entry.file, "floating-point values", str(entry.dtype), key))
-    for key in scan.entries.keys() - table.keys():
+    for key in sorted(scan.entries.keys() - table.keys()):
         problems.append(
             Problem(scan.entries[key].file, "no key that the model lacks", "a stray key", key, warning=True)
         )
@@ -240,7 +240,7 @@ def _scan_shard(scan: Scan, shard: Path, keys: list[str]) -> None:
             scan.entries[key] = header[key]
         else:
             scan.problems.append(Problem(shard, "the tensor that the index places here", "no such key", key))
-    for key in header.keys() - scan.listed:
+    for key in sorted(header.keys() - scan.listed):
         scan.problems.append(Problem(shard, "only keys that the index names", "a stray key", key, warning=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -89,12 +90,21 @@ def load_tensors(
     events = events or Silent()
     stop = threading.Event()
     source_of = router_bias_source(dtypes)
+    staging = _Staging(torch.device(device))
     tensors: dict[str, Tensor] = {}
 
     def read(key: str) -> Tensor:
         regions = local_slices(network.table[key], share)
         tensor = torch.empty(local_shape(network.table[key], share), dtype=dtypes[key], device=device)
-        _fill(tensor, reader, network.entries[source_of(key)].dtype, source_of(key), regions, stop)
+        stored = network.entries[source_of(key)].dtype
+        direct = tensor.device.type == "cpu" and tensor.dtype == stored
+        for chunk, target in _chunks(regions, tensor, stored.itemsize):
+            if stop.is_set():
+                break
+            buffer = target if direct else staging.buffer(region_shape(chunk), stored)
+            reader.read(source_of(key), chunk, buffer)
+            if not direct:
+                target.copy_(buffer)
         return tensor
 
     present = [key for key in dtypes if source_of(key) in network.entries]
@@ -157,44 +167,32 @@ def _in_order(
                 future.cancel()
 
 
-def _fill(
-    tensor: Tensor,
-    reader: TensorReader,
-    stored: torch.dtype,
-    key: str,
-    regions: tuple[Region, ...],
-    stop: threading.Event,
-) -> None:
-    """Read the regions, one below the other, into `tensor`; through a small buffer where the dtype or device differ."""
-    direct = tensor.device.type == "cpu" and tensor.dtype == stored
-    row = 0
-    for region in regions:
-        for chunk in _chunks(region, stored.itemsize):
-            if stop.is_set():
-                return
-            shape = region_shape(chunk)
-            target = tensor[row : row + shape[0]] if shape else tensor
-            if direct:
-                reader.read(key, chunk, target)
-            else:
-                buffer = torch.empty(shape, dtype=stored, pin_memory=tensor.device.type == "cuda")
-                reader.read(key, chunk, buffer)
-                target.copy_(buffer)
-            row += shape[0] if shape else 0
+class _Staging(threading.local):
+    """One small buffer for each reading thread, for tensors that are cast or copied to a device on their way."""
+
+    def __init__(self, device: torch.device):
+        self._pinned = device.type == "cuda"
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        if self._bytes.numel() < size:
+            self._bytes = torch.empty(max(size, _CHUNK), dtype=torch.uint8, pin_memory=self._pinned)
+        return self._bytes[:size].view(dtype).view(shape)
 
 
-def _chunks(region: Region, itemsize: int) -> Iterator[Region]:
-    """A region in pieces of some rows each."""
-    if not region:
-        yield region
+def _chunks(regions: tuple[Region, ...], tensor: Tensor, itemsize: int) -> Iterator[tuple[Region, Tensor]]:
+    """The regions in pieces of some rows each, with the rows of `tensor` that each piece fills."""
+    if not tensor.shape:
+        yield (), tensor
         return
-    rows = region[0].stop - region[0].start
-    row_bytes = itemsize
-    for size in region_shape(region)[1:]:
-        row_bytes *= size
-    step = max(1, _CHUNK // max(1, row_bytes))
-    for start in range(region[0].start, region[0].start + rows, step):
-        yield (slice(start, min(start + step, region[0].stop)), *region[1:])
+    step = max(1, _CHUNK // max(1, math.prod(tensor.shape[1:]) * itemsize))
+    row = 0
+    for rows, *rest in regions:
+        for start in range(rows.start, rows.stop, step):
+            stop = min(start + step, rows.stop)
+            yield (slice(start, stop), *rest), tensor[row : row + stop - start]
+            row += stop - start
 
 
 def _check_bands(

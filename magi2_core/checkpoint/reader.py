@@ -54,7 +54,7 @@ class SafetensorsReader:
             raise ValueError(f"{key}: the destination is {destination.dtype} {tuple(destination.shape)}")
         if destination.numel() == 0:
             return
-        target = memoryview(destination.view(-1).view(torch.uint8).numpy())
+        target = destination.view(-1).view(torch.uint8).numpy().data
         done = 0
         try:
             file = self._open(entry.file)
