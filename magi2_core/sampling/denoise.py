@@ -32,12 +32,18 @@ class SamplingSettings:
 
 
 def denoise(
-    settings: SamplingSettings, video_noise: Tensor, audio_noise: Tensor, evaluate: Evaluate, events: Events
+    settings: SamplingSettings,
+    video_noise: Tensor,
+    audio_noise: Tensor,
+    evaluate: Evaluate,
+    events: Events,
+    stage: str = "sample",
 ) -> tuple[Tensor, Tensor]:
     """Sample a clip: `steps` calls of `evaluate`, each followed by one tick of progress with a preview.
 
     video_noise [1, C, T, H, W] and audio_noise [1, L, C], fp32; the results have their shapes. A modality without
-    elements is left as it is. `events.check` is called before every forward, and what it raises passes through.
+    elements is left as it is. `events.check` is called before every forward, and what it raises passes through; `stage`
+    is the name under which progress is reported.
     Raises NonFiniteError if a latent stops being finite, naming the step.
     """
     schedule = make_schedule(settings.steps, settings.shift)
@@ -57,7 +63,7 @@ def denoise(
         require_finite(step, video=video, audio=audio)
         # the estimate of the clean clip shows more than the noisy latent; at the last step they are the same
         preview = video_solver.prediction[0] if video.numel() else None
-        events.progress("sample", step + 1, schedule.steps, preview)
+        events.progress(stage, step + 1, schedule.steps, preview)
     return video, audio
 
 

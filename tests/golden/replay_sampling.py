@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...magi2_core.codecs.picture import prepare_picture
 from ...magi2_core.dit.inputs import Modality, PackedTokens
 from ...magi2_core.errors import RequestError
 from ...magi2_core.events import Silent
@@ -342,4 +343,17 @@ def _compare_reference(row: dict[str, Any]) -> list[Measure]:
 
 
 def _compare_pictures(case: Case) -> list[Measure]:
-    return []
+    """The encoder's input of small pictures, which also must be its own rounding to bfloat16 (20 §12)."""
+    from PIL import Image
+
+    measures = []
+    for key, expected in case.tensors.items():
+        if not key.startswith("out.vae_input_"):
+            continue
+        index = key.rpartition("_")[2]
+        picture = Image.fromarray(case.tensors[f"in.image_{index}"].numpy())
+        height, width = case.tensors[f"in.gen_hw_{index}"].tolist()
+        pixels = prepare_picture(picture, width, height)
+        measures.append(max_abs(f"pixels {index}", pixels, expected, case.meta["tolerance"]["vae_input_abs"]))
+        measures.append(equal(f"pixels {index} rounded", pixels, pixels.bfloat16().float()))
+    return measures

@@ -1,0 +1,99 @@
+"""The second stage's transformer: a clip's latents and its text in, velocities out (50 §3). Legend: dit/model.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ...distributed.exchange import ParallelContext, gather_tokens
+from ...distributed.layout import BankShare, RankShare
+from ..config import RefinerConfig
+from ..dit.adapters import PostAdapter, PreAdapter
+from ..dit.inputs import PackedTokens
+from ..dit.linear import true_fp32
+from ..dit.weights import Tensors
+from ..errors import RequestError
+from ..events import Events
+from .blocks import Axes, WindowSettings
+from .layer import Layer
+from .parameters import refiner_tensors
+from .prepare import RefinerPrepared, prepare_refiner
+
+RELEASED_WINDOW = WindowSettings()
+
+
+class Block(nn.Module):
+    """The layers, under the name that checkpoints give them."""
+
+    def __init__(self, config: RefinerConfig, tensors: Tensors, residual: torch.dtype) -> None:
+        super().__init__()
+        layers = tensors.at("layers")
+        self.layers = nn.ModuleList(Layer(config, layers.at(str(i)), residual) for i in range(config.num_layers))
+
+
+class RefinerTransformer(nn.Module):
+    """The refiner; every rank holds all of it (50 §8).
+
+    Build it under `torch.device("meta")` and fill it with `load_module`: `state_dict()` has exactly the keys of
+    `refiner_tensors(config)`. `compute_dtype` bfloat16 is the reference; float32 is its exact form; it defaults to
+    `config.params_dtype`. `residual` is the dtype of the residual after the first layer: float32 is the reference,
+    bfloat16 halves the largest tensor that lives through the forward (50 §7). Raises RequestError for another dtype.
+    """
+
+    def __init__(
+        self,
+        config: RefinerConfig,
+        parallel: ParallelContext | None = None,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        residual: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.compute_dtype = compute_dtype or config.params_dtype
+        for name, dtype in (("compute", self.compute_dtype), ("residual", residual)):
+            if dtype not in (torch.bfloat16, torch.float32):
+                raise RequestError(f"The {name} dtype of the refiner is {dtype}; it must be bfloat16 or float32.")
+        self.config = replace(config, params_dtype=self.compute_dtype)
+        self.parallel = parallel or ParallelContext.single()
+        tensors = Tensors(refiner_tensors(self.config), _EVERYTHING)
+        self.pre_adapter = PreAdapter(tensors.at("pre_adapter"))
+        self.block = Block(self.config, tensors.at("block"), residual)
+        self.post_adapter = PostAdapter(self.config, tensors.at("post_adapter"))
+
+    def prepare(
+        self,
+        grid: Axes,
+        text: int,
+        device: torch.device | str,
+        *,
+        audio: int = 0,
+        window: WindowSettings = RELEASED_WINDOW,
+        backend: str = "auto",
+    ) -> RefinerPrepared:
+        """Make what all forwards with one text share: a video of `grid` (t, h, w) latents, `text` rows of text.
+
+        audio: rows of sound, none in the released setting. backend: of the window attention. Raises RequestError.
+        """
+        bands_B = self.pre_adapter.rope.bands
+        return prepare_refiner(self.config, grid, audio, text, self.parallel, bands_B, device, window, backend)
+
+    @torch.no_grad()
+    def forward(self, prepared: RefinerPrepared, tokens: PackedTokens, events: Events | None = None) -> Tensor:
+        """Velocity of every row [T, max(video, audio channels)] fp32 in packed order, on every rank; text rows are 0.
+
+        `tokens` must be equal on all ranks and on the model's device. `events.check()` is called between layers.
+        """
+        with true_fp32():
+            # 50 §3.1: the residual starts in the compute dtype
+            x_SD = self.pre_adapter(tokens, prepared, self.compute_dtype)
+            for layer in self.block.layers:
+                if events is not None:
+                    events.check()
+                x_SD = layer(x_SD, prepared)
+            y_SC = self.post_adapter(x_SD, prepared)
+        return gather_tokens(y_SC, prepared.split, self.parallel.sp_group)
+
+
+_EVERYTHING = RankShare(1, 0, BankShare(0, 0, 1))

@@ -1,0 +1,140 @@
+"""What the refiner's forwards share for one text of one request: the rows in block order, their rotary table, their
+windows (50 §5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...distributed.exchange import ParallelContext
+from ..config import RefinerConfig
+from ..dit.inputs import Modality, PackedTokens
+from ..dit.prepare import Prepared
+from ..dit.rope import rotary_table
+from ..dit.runs import Run
+from ..errors import RequestError
+from ..sampling.packing import grid_coords
+from .blocks import Axes, WindowSettings, plan_blocks
+from .window_attention import WindowPlan, plan_windows
+
+# Bytes of one fp32 temporary of the widest row-wise operation, gate and up of the MLP: in cache on a CPU, and on a GPU
+# large enough for full matrix products.
+_PIECE_BYTES = {"cpu": 1 << 22}
+_PIECE_BYTES_GPU = 1 << 29
+_SMALLEST_PIECE = 256
+
+
+@dataclass(frozen=True)
+class RefinerPrepared(Prepared):
+    """This rank's rows of one sequence: video in block order, then sound, then text, cut evenly over the ranks.
+
+    order_V: the raster row of each packed video row, int64 on the device. windows: who sees whom, over all rows.
+    """
+
+    order_V: Tensor
+    windows: WindowPlan
+
+    @property
+    def grid(self) -> Axes:
+        return self.windows.blocks.grid
+
+
+def row_coords(grid: Axes, audio: int, text: int) -> Tensor:
+    """Coordinates of video in raster order, sound and text, fp32 [rows, 9] (50 §5)."""
+    sound_reference = ((audio - 1) // 8 + 1, 1, 1)
+    return torch.cat([
+        grid_coords(grid, grid),
+        grid_coords((audio, 1, 1), sound_reference),
+        grid_coords((text, 1, 1), (1, 1, 1), start=(-text, 0, 0)),
+    ])  # fmt: skip
+
+
+def prepare_refiner(
+    config: RefinerConfig,
+    grid: Axes,
+    audio: int,
+    text: int,
+    parallel: ParallelContext,
+    bands_B: Tensor,
+    device: torch.device | str,
+    settings: WindowSettings,
+    backend: str,
+) -> RefinerPrepared:
+    """Lay out a sequence of a video of `grid` (t, h, w) tokens with `audio` and `text` rows after it.
+
+    Raises RequestError for an empty video and for a backend that is not known.
+    """
+    device = torch.device(device)
+    blocks = plan_blocks(grid, audio + text, settings)
+    order_V = blocks.order()
+    coords_T9 = row_coords(grid, audio, text)
+    split = parallel.split(blocks.tokens)
+    rows_S = torch.cat([order_V, torch.arange(blocks.video, blocks.tokens)])[split.rows]
+    counts = (blocks.video, audio, text)
+    rows = max(_PIECE_BYTES.get(device.type, _PIECE_BYTES_GPU) // (4 * 2 * config.mlp_width), _SMALLEST_PIECE)
+    return RefinerPrepared(
+        parallel=parallel,
+        split=split,
+        shares=(),
+        cu_seqlens=(0, blocks.tokens),
+        counts=counts,
+        runs=_local_runs(counts, split.start, split.start + split.local),
+        first_rows=_rows_before(counts, split.start),
+        order_S=None,
+        rope_SR=rotary_table(coords_T9[rows_S], bands_B.cpu()).to(device),
+        piece_rows=rows,
+        order_V=order_V.to(device),
+        windows=plan_windows(blocks, device, backend),
+    )
+
+
+def _local_runs(counts: tuple[int, ...], first: int, last: int) -> tuple[Run, ...]:
+    """The modality runs among the packed rows [first, last), counted from `first`."""
+    runs, start = [], 0
+    for modality, count in enumerate(counts):
+        begin, end = max(start, first), min(start + count, last)
+        if begin < end:
+            runs.append(Run(modality, begin - first, end - first))
+        start += count
+    return tuple(runs)
+
+
+def _rows_before(counts: tuple[int, ...], first: int) -> tuple[int, ...]:
+    """How many rows of each modality lie before packed row `first`."""
+    before, start = [], 0
+    for count in counts:
+        before.append(min(max(first - start, 0), count))
+        start += count
+    return tuple(before)
+
+
+def pack_refiner(prepared: RefinerPrepared, video_1CTHW: Tensor, audio_1LC: Tensor, text_LD: Tensor) -> PackedTokens:
+    """Features of one forward, one tensor for each modality, the video in block order; all fp32 (50 §5).
+
+    The time of the step is not part of them: the refiner is not told it. RequestError for another size.
+    """
+    if tuple(video_1CTHW.shape[2:]) != prepared.grid or len(video_1CTHW) != 1:
+        raise RequestError(
+            f"The video latent has shape {tuple(video_1CTHW.shape)}, but the sequence was laid out for"
+            f" [1, 48, {', '.join(map(str, prepared.grid))}]."
+        )
+    return PackedTokens(
+        video_NC=video_1CTHW[0].flatten(1).T.float()[prepared.order_V],
+        audio_NC=audio_1LC[0].float(),
+        text_NC=text_LD.float(),
+        time_Tc=None,
+    )
+
+
+def unpack_refiner(
+    y_TC: Tensor, prepared: RefinerPrepared, video_channels: int, audio_channels: int
+) -> tuple[Tensor, Tensor]:
+    """Velocities of the packed rows as video [1, C, T, H, W] and sound [1, L, C] (50 §5)."""
+    video, audio = prepared.counts[Modality.VIDEO], prepared.counts[Modality.AUDIO]
+    raster_VC = torch.empty_like(y_TC[:video, :video_channels]).index_copy_(
+        0, prepared.order_V, y_TC[:video, :video_channels]
+    )
+    video_1CTHW = raster_VC.T.reshape(1, video_channels, *prepared.grid)
+    return video_1CTHW, y_TC[None, video : video + audio, :audio_channels]
