@@ -1,0 +1,41 @@
+"""Files of a workflow that runs without ComfyUI: pictures in, clips out, named as ComfyUI names them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..magi2_core.errors import RequestError
+from ..stages.folders import Folders, resolve_inside
+from ..stages.values import DecodedClip
+
+
+def read_image(name: str, folders: Folders) -> Tensor:
+    """A picture of the input folder as IMAGE fp32 [1, H, W, 3]: orientation applied, alpha dropped (40 §1)."""
+    from ..magi2_core.codecs.picture import load_pictures
+
+    path = resolve_inside(name.removesuffix(" [input]"), (folders.input,), "picture")
+    (pixels,) = load_pictures([path])
+    return torch.as_tensor(pixels).unsqueeze(0) / 255
+
+
+def free_path(prefix: str, suffix: str, output: Path) -> Path:
+    """The next free `prefix_00001_suffix` below `output`; RequestError for a prefix that leaves it (80 line 20)."""
+    relative = Path(prefix.strip().replace("\\", "/"))
+    if relative.is_absolute() or ".." in relative.parts or not relative.name:
+        raise RequestError(f"The file name prefix {prefix!r} leaves the output folder; give a name below it.")
+    folder = output / relative.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    pattern = re.compile(re.escape(relative.name) + r"_(\d+)_")
+    numbers = [int(match.group(1)) for file in folder.iterdir() if (match := pattern.match(file.name))]
+    return folder / f"{relative.name}_{max(numbers, default=0) + 1:05}_{suffix}"
+
+
+def write_video(clip: DecodedClip, path: Path) -> None:
+    """Write frames and sound as mp4 (40 §7)."""
+    from ..magi2_core.codecs.media import write_mp4
+
+    write_mp4(path, clip.frames, clip.fps, clip.waveform, clip.sample_rate)

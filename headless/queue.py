@@ -1,0 +1,214 @@
+"""`magi2 queue`: run an API workflow on a ComfyUI server and bring the results home (60 §10)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ..magi2_core.errors import MissingDependencyError, RequestError
+from ..magi2_core.events import Events
+from .workflow import Workflow
+
+# inputs that name a file: a local file of that name is uploaded first
+FILE_INPUTS = {("LoadImage", "image"), ("LoadAudio", "audio"), ("LoadVideo", "file"), ("Magi2LoadLatent", "latent")}
+UPLOAD_FOLDER = "magi2"
+
+
+def queue_workflow(
+    workflow: Workflow, server: str, output: Path, events: Events, *, files_near: Path | None = None
+) -> list[Path]:
+    """Upload inputs, submit, show progress, download what was saved; return the files.
+
+    `files_near` is a folder in which input files are looked for besides the current one. Ctrl-C interrupts the prompt
+    on the server. Raises RequestError with the server's words for everything that goes wrong.
+    """
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise MissingDependencyError("`magi2 queue` needs the package aiohttp: pip install aiohttp.") from error
+    base = server.rstrip("/")
+    if "://" not in base:
+        base = f"http://{base}"
+    try:
+        return asyncio.run(_queue(aiohttp, workflow, base, output, events, files_near))
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise RequestError(f"The server {base} does not answer as ComfyUI does: {error}.") from error
+
+
+async def _queue(
+    aiohttp: Any, workflow: Workflow, base: str, output: Path, events: Events, files_near: Path | None
+) -> list[Path]:
+    client_id = uuid.uuid4().hex
+    timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=None)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        await _upload_inputs(aiohttp, session, workflow, base, files_near, events)
+        # listen before submitting, so that no message is missed
+        async with session.ws_connect(f"{base}/ws?clientId={client_id}", max_msg_size=0) as socket:
+            prompt_id = await _submit(session, workflow, base, client_id)
+            try:
+                await _follow(aiohttp, session, socket, workflow, prompt_id, base, events)
+            except BaseException:
+                await asyncio.shield(_withdraw(session, base, prompt_id))
+                raise
+        return await _download(session, base, prompt_id, output, events)
+
+
+async def _upload_inputs(
+    aiohttp: Any, session: Any, workflow: Workflow, base: str, near: Path | None, events: Events
+) -> None:
+    for node in workflow.values():
+        for name, value in node["inputs"].items():
+            if (node["class_type"], name) not in FILE_INPUTS or not isinstance(value, str):
+                continue
+            found = next((path for folder in (Path(), near) if folder and (path := folder / value).is_file()), None)
+            if found is None:
+                continue  # the server may have a file of that name
+            form = aiohttp.FormData()
+            form.add_field("image", found.read_bytes(), filename=found.name)
+            form.add_field("type", "input")
+            form.add_field("subfolder", UPLOAD_FOLDER)
+            async with session.post(f"{base}/upload/image", data=form) as answer:
+                if answer.status != 200:
+                    raise RequestError(f"The server refused {found}: {(await answer.text())[:300]}")
+                stored = await answer.json()
+            node["inputs"][name] = "/".join(filter(None, (stored["subfolder"], stored["name"])))
+            events.log(f"Uploaded {found.name}.")
+
+
+async def _submit(session: Any, workflow: Workflow, base: str, client_id: str) -> str:
+    body = {"prompt": workflow, "client_id": client_id}
+    async with session.post(f"{base}/prompt", json=body) as answer:
+        content = await answer.json(content_type=None)
+    # 60 §9: with at least one valid output the server answers 200, reports the rest and runs only a part
+    problems = _node_errors(content.get("node_errors") or {}, workflow)
+    if answer.status == 200 and problems:
+        await _withdraw(session, base, content["prompt_id"])
+    if answer.status != 200 or problems:
+        error = content.get("error") or {}
+        text = error.get("message", "") if isinstance(error, dict) else str(error)
+        raise RequestError("\n".join(["The server refused the workflow: " + text, *problems]))
+    return str(content["prompt_id"])
+
+
+def _node_errors(node_errors: dict[str, Any], workflow: Workflow) -> list[str]:
+    lines = []
+    for node_id, entry in node_errors.items():
+        name = entry.get("class_type") or workflow.get(node_id, {}).get("class_type", "?")
+        lines += [
+            f"  node {node_id} ({name}): {error.get('details') or error.get('message')}"
+            for error in entry.get("errors", [])
+        ]
+    return lines
+
+
+async def _follow(
+    aiohttp: Any, session: Any, socket: Any, workflow: Workflow, prompt_id: str, base: str, events: Events
+) -> None:
+    """Pass progress on until the prompt has ended; RequestError if it failed."""
+    async for message in socket:
+        events.check()
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            continue
+        content = json.loads(message.data)
+        data = content.get("data") or {}
+        if data.get("prompt_id") not in (None, prompt_id):
+            continue
+        match content.get("type"):
+            case "executing" if data.get("node"):
+                events.log(_title(workflow, data["node"]))
+            case "executing" if data.get("prompt_id") == prompt_id:
+                return
+            case "progress":
+                node = _title(workflow, data.get("node"))
+                events.progress(node, int(data["value"]), int(data["max"]))
+            case "execution_error":
+                raise RequestError(f"{_title(workflow, data.get('node_id'))} failed: {data.get('exception_message')}")
+            case "execution_interrupted":
+                raise RequestError("The prompt was interrupted on the server.")
+            case "execution_success":
+                return
+    # the connection ended; the prompt may go on, so ask until it has
+    await _wait_without_socket(session, base, prompt_id)
+
+
+async def _wait_without_socket(session: Any, base: str, prompt_id: str) -> None:
+    while True:
+        if await _history(session, base, prompt_id) is not None:
+            return
+        async with session.get(f"{base}/queue") as answer:
+            queue = await answer.json()
+        waiting = [entry[1] for entry in (*queue["queue_running"], *queue["queue_pending"])]
+        if prompt_id not in waiting and await _history(session, base, prompt_id) is None:
+            raise RequestError("The server has lost the prompt; it was restarted or its queue was cleared.")
+        await asyncio.sleep(1)
+
+
+async def _history(session: Any, base: str, prompt_id: str) -> Any:
+    async with session.get(f"{base}/history/{prompt_id}") as answer:
+        return (await answer.json()).get(prompt_id)
+
+
+def _title(workflow: Workflow, node_id: str | None) -> str:
+    node = workflow.get(str(node_id), {})
+    return str(node.get("_meta", {}).get("title") or node.get("class_type") or node_id)
+
+
+async def _withdraw(session: Any, base: str, prompt_id: str) -> None:
+    """Take a prompt back, whether it waits or runs (60 §4)."""
+    async with session.post(f"{base}/queue", json={"delete": [prompt_id]}):
+        pass
+    async with session.post(f"{base}/interrupt", json={"prompt_id": prompt_id}):
+        pass
+
+
+async def _download(session: Any, base: str, prompt_id: str, output: Path, events: Events) -> list[Path]:
+    entry = await _history(session, base, prompt_id)
+    if entry is None:
+        raise RequestError("The server has no record of the prompt; its history may have been cleared.")
+    status = entry.get("status") or {}
+    for kind, data in status.get("messages", []):
+        if kind == "execution_error":
+            raise RequestError(f"{data.get('node_type')} failed: {data.get('exception_message')}")
+        if kind == "execution_interrupted":
+            raise RequestError("The prompt was interrupted on the server.")
+    output.mkdir(parents=True, exist_ok=True)
+    written = []
+    for found in saved_files(entry.get("outputs") or {}):
+        query = "&".join(f"{key}={quote(str(found.get(key, '')))}" for key in ("filename", "subfolder", "type"))
+        target = output / Path(found["filename"]).name
+        async with session.get(f"{base}/view?{query}") as answer:
+            if answer.status != 200:
+                raise RequestError(f"The server does not hand out {found['filename']} (status {answer.status}).")
+            await _write(answer.content.iter_chunked(1 << 20), target)
+        written.append(target)
+    if not written:
+        events.log("The workflow saved no file.")
+    return written
+
+
+def saved_files(outputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every file that the nodes saved for good: entries of any kind with a file name and the type output."""
+    return [
+        entry
+        for node in outputs.values()
+        for entries in node.values()
+        if isinstance(entries, list)
+        for entry in entries
+        if isinstance(entry, dict) and entry.get("type") == "output" and "filename" in entry
+    ]
+
+
+async def _write(chunks: Any, target: Path) -> None:
+    """Write a download through a temporary name, so that a broken one leaves nothing under the final name."""
+    part = target.with_name(f"{target.name}.part")
+    try:
+        with part.open("wb") as file:
+            async for chunk in chunks:
+                file.write(chunk)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)

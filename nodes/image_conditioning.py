@@ -1,0 +1,46 @@
+"""Magi2ImageConditioning: let the clip start from a picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..stages.prompt import condition_on_picture, describe_picture
+from ..stages.values import Conditioning
+from .comfy import ConditioningType, io, schema, ui
+from .progress import NodeEvents
+
+
+class Magi2ImageConditioning(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> Any:
+        return schema(
+            node_id="Magi2ImageConditioning",
+            display_name="MAGI-2 Image Conditioning",
+            category="MAGI-2",
+            description=(
+                "Gives the clip a picture as its first frame. The prompt gets the sentence that ties it to the picture;"
+                " the picture is fitted, never cropped, and its real size is shown."
+            ),
+            search_aliases=["magi2 image to video", "magi2 i2v"],
+            inputs=[
+                ConditioningType.Input("conditioning", tooltip="From MAGI-2 Encode Prompt."),
+                io.Image.Input(
+                    "image",
+                    tooltip="One picture of any size. It is scaled so that its longer side is the clip's longer side.",
+                ),
+            ],
+            outputs=[
+                ConditioningType.Output(
+                    display_name="conditioning", tooltip="The same prompts, tied to the picture, for the sampler."
+                ),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, conditioning: Conditioning, image: Tensor) -> Any:
+        result = condition_on_picture(conditioning, image, events=NodeEvents(cls.hidden.unique_id))
+        lines = [describe_picture(result["pictures"][0]), *result["warnings"]]
+        return io.NodeOutput(result, ui=ui.PreviewText("\n".join(lines)))

@@ -1,0 +1,138 @@
+"""Magi2Sampler: conditioning to the latents of a ten-second clip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..magi2_core.sampling.geometry import ORIENTATIONS
+from ..magi2_core.sampling.noise import check_seed
+from ..stages.checkpoint import check_choice
+from ..stages.sample import MOST_STEPS, RESOLUTIONS, sample, sampling_settings
+from ..stages.values import Conditioning, Model, SamplerOptions
+from .checks import first_sentence, sentence_of
+from .comfy import ConditioningType, LatentType, ModelType, OptionsType, io, schema
+from .progress import NodeEvents
+
+
+class Magi2Sampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> Any:
+        return schema(
+            node_id="Magi2Sampler",
+            display_name="MAGI-2 Sampler",
+            category="MAGI-2",
+            description=(
+                "Generates the latents of a ten-second clip with stereo sound. Shows the time left and a moving"
+                " preview; can be cancelled at any step."
+            ),
+            search_aliases=["magi2 ksampler", "magi2 video"],
+            inputs=[
+                ModelType.Input("model", tooltip="From MAGI-2 Load Checkpoint."),
+                ConditioningType.Input(
+                    "conditioning", tooltip="From MAGI-2 Encode Prompt, or from MAGI-2 Image Conditioning."
+                ),
+                io.Combo.Input(
+                    "resolution",
+                    options=list(RESOLUTIONS),
+                    default=RESOLUTIONS[-1],
+                    tooltip="272p: 448x256, a quick look. 540p: 896x512, four times the work.",
+                ),
+                io.Combo.Input(
+                    "orientation",
+                    options=list(ORIENTATIONS),
+                    default=ORIENTATIONS[0],
+                    tooltip="landscape is wide, portrait is tall. The shape of a picture does not change it.",
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=42,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=True,
+                    tooltip="The same seed and settings give the same clip. Seeds above 2^53 are exact only through the"
+                    " API.",
+                ),
+                io.Int.Input(
+                    "steps",
+                    default=100,
+                    min=1,
+                    max=MOST_STEPS,
+                    tooltip="Denoising steps. The time grows with them; 100 is what the model was tuned for.",
+                ),
+                io.Float.Input(
+                    "video_guidance",
+                    default=5.0,
+                    min=-100.0,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="How strongly the picture follows the prompt, away from the negative prompt.",
+                ),
+                io.Float.Input(
+                    "audio_guidance",
+                    default=7.0,
+                    min=-100.0,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="How strongly the sound follows the prompt, away from the negative prompt.",
+                ),
+                io.Float.Input(
+                    "shift",
+                    default=7.0,
+                    min=0.01,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="How much of the schedule is spent at high noise, where movement is decided. 1 is linear.",
+                ),
+                OptionsType.Input(
+                    "options", optional=True, tooltip="Settings that are seldom needed, from MAGI-2 Sampler Options."
+                ),
+            ],
+            outputs=[
+                LatentType.Output(
+                    display_name="latent", tooltip="The clip's video and sound latents, and what made them."
+                ),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        resolution: str | None = None,
+        orientation: str | None = None,
+        seed: int | None = None,
+        steps: int | None = None,
+        video_guidance: float | None = None,
+        audio_guidance: float | None = None,
+        shift: float | None = None,
+    ) -> bool | str:
+        return first_sentence(
+            sentence_of(lambda value: check_choice("resolution", value, RESOLUTIONS), resolution),
+            sentence_of(lambda value: check_choice("orientation", value, ORIENTATIONS), orientation),
+            sentence_of(check_seed, seed),
+            sentence_of(lambda value: sampling_settings(value, 7.0, 5.0, 7.0, None), steps),
+            sentence_of(lambda value: sampling_settings(1, value, 5.0, 7.0, None), shift),
+            sentence_of(lambda value: sampling_settings(1, 7.0, value, 7.0, None), video_guidance),
+            sentence_of(lambda value: sampling_settings(1, 7.0, 5.0, value, None), audio_guidance),
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Model,
+        conditioning: Conditioning,
+        resolution: str,
+        orientation: str,
+        seed: int,
+        steps: int,
+        video_guidance: float,
+        audio_guidance: float,
+        shift: float,
+        options: SamplerOptions | None = None,
+    ) -> Any:
+        events = NodeEvents(cls.hidden.unique_id)
+        latent = sample(
+            model, conditioning, resolution, orientation, seed, steps, video_guidance, audio_guidance, shift, options,
+            events=events,
+        )  # fmt: skip
+        return io.NodeOutput(latent)

@@ -1,0 +1,57 @@
+"""Magi2UnloadWorkers: give the memory of the workers back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..stages.checkpoint import check_choice
+from ..stages.manager import manager
+from .checks import sentence_of
+from .comfy import io, schema, ui
+
+WHAT = ("weights", "workers")
+
+
+class Magi2UnloadWorkers(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> Any:
+        return schema(
+            node_id="Magi2UnloadWorkers",
+            display_name="MAGI-2 Unload Workers",
+            category="MAGI-2",
+            description=(
+                "Frees what the worker processes hold, for the models of other nodes. The next MAGI-2 node loads again"
+                " by itself."
+            ),
+            inputs=[
+                io.Combo.Input(
+                    "what",
+                    options=list(WHAT),
+                    default=WHAT[1],
+                    tooltip="workers: end the processes, which frees everything. weights: keep the processes for a"
+                    " quicker start.",
+                ),
+                io.AnyType.Input(
+                    "after", optional=True, tooltip="Connect the result that should be finished first, for instance"
+                    " the frames of MAGI-2 Decode."
+                ),
+            ],
+            outputs=[io.AnyType.Output(display_name="after", tooltip="What came in, unchanged.")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def validate_inputs(cls, what: str | None = None) -> bool | str:
+        return sentence_of(lambda value: check_choice("what", value, WHAT), what)
+
+    @classmethod
+    def fingerprint_inputs(cls, what: str, **others: Any) -> Any:
+        # there is something to unload again when the workers have run since the last time
+        return what, manager.runs
+
+    @classmethod
+    def execute(cls, what: str, after: Any = None) -> Any:
+        check_choice("what", what, WHAT)
+        freed = manager.stop() if what == "workers" else manager.unload()
+        text = f"Freed the {what}." if freed else "There was nothing to free."
+        return io.NodeOutput(after, ui=ui.PreviewText(text))

@@ -1,0 +1,85 @@
+"""The loader's stage: which checkpoint, on which devices, divided how. Reads headers only (design: one plan)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..magi2_core.errors import RequestError
+from ..magi2_core.memory.plan import RESIDENCIES, make_plan
+from .folders import Folders, resolve_checkpoint
+from .values import Model
+
+DTYPES = ("bfloat16", "float32")
+DEVICES_VARIABLE = "MAGI2_DEVICES"
+
+
+def load_checkpoint(
+    checkpoint: str,
+    devices: str = "auto",
+    layout: str = "auto",
+    dtype: str = "bfloat16",
+    residency: str = "auto",
+    start_anyway: bool = False,
+    *,
+    folders: Folders,
+) -> Model:
+    """Plan how a checkpoint runs on this machine; nothing is loaded yet.
+
+    Raises RequestError, LayoutError or CheckpointError with a sentence, also when the plan does not fit into the
+    memory that is there, unless `start_anyway` is on.
+    """
+    check_choice("dtype", dtype, DTYPES)
+    check_choice("residency", residency, RESIDENCIES)
+    root = resolve_checkpoint(checkpoint, folders)
+    plan = make_plan(root, layout=layout.strip(), devices=parse_devices(devices), dtype=dtype, residency=residency)
+    if plan.shortage and not start_anyway:
+        raise RequestError(f"{plan.describe()}\nTurn on start_anyway to try it all the same.")
+    return Model(checkpoint, plan, checkpoint_identity(root))
+
+
+def parse_devices(text: str) -> list[str] | None:
+    """Read a device list: "auto", "0,1", "cuda:0, cuda:2", "cpu", "cpu,cpu" or "2xcpu"; None means every GPU.
+
+    "auto" takes the environment variable MAGI2_DEVICES if the server sets one. Raises RequestError for anything else;
+    whether the devices are there is for the plan to say.
+    """
+    if text.strip().lower() in ("", "auto"):
+        fixed = os.environ.get(DEVICES_VARIABLE, "").strip()
+        return parse_devices(fixed) if fixed.lower() not in ("", "auto") else None
+    devices: list[str] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(?:(?:(\d+)\s*x\s*)?(cpu)|(?:cuda:)?(\d+)|(cuda))", item.strip().lower())
+        if match is None:
+            raise RequestError(
+                f"{item.strip()!r} in the device list {text!r} is not a device. Write auto, GPU numbers such as 0,1"
+                " (or cuda:0,cuda:1), cpu, or 2xcpu for two workers on the CPU."
+            )
+        count, cpu, number, _ = match.groups()
+        devices += ["cpu"] * int(count or 1) if cpu else [f"cuda:{int(number)}" if number else "cuda"]
+    if not devices:
+        raise RequestError(f"The device list {text!r} asks for no device.")
+    return devices
+
+
+def checkpoint_identity(root: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of change of every weight and configuration file: changes when one is replaced (60 §5).
+
+    Never raises and reads no file: it is asked for before every run.
+    """
+    found = []
+    for file in sorted(root.glob("*/*")) + sorted(root.glob("*.json")):
+        try:
+            status = file.stat()
+        except OSError:
+            continue
+        found.append((file.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """RequestError that lists the choices: ComfyUI 0.3.64 does not check them itself (60 §2)."""
+    if value not in choices:
+        raise RequestError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")

@@ -1,0 +1,76 @@
+"""Where checkpoints are found and where latents go; names from a workflow resolve inside these folders only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ..magi2_core.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Folders:
+    """checkpoints: registered folders, searched in this order. output, input: where files go and come from."""
+
+    checkpoints: tuple[Path, ...]
+    output: Path
+    input: Path
+
+
+def checkpoint_names(files: Iterable[str]) -> list[str]:
+    """Names of the checkpoints among files given relative to a registered folder, as 'folder' or 'outer/folder'.
+
+    A checkpoint is a folder with `preview/*.safetensors.index.json` in it (60 §7), or a single safetensors file there.
+    """
+    names = set()
+    for file in files:
+        path = PurePosixPath(file.replace("\\", "/"))
+        if path.parent.name == "preview" and path.name.endswith((".safetensors.index.json", ".safetensors")):
+            names.add(str(path.parent.parent))
+    return sorted(names)
+
+
+def find_checkpoints(folders: Folders) -> list[str]:
+    """The names of all checkpoints in the registered folders."""
+    files = (
+        file.relative_to(root).as_posix()
+        for root in folders.checkpoints
+        for file in root.glob("**/preview/*.safetensors*")
+    )
+    return checkpoint_names(files)
+
+
+def resolve_checkpoint(name: str, folders: Folders) -> Path:
+    """The folder of a checkpoint given by name, or by an absolute path inside a registered folder (60 §7).
+
+    Raises RequestError that names the folders searched and what was found there.
+    """
+    relative = name.strip().replace("\\", "/")
+    for root in folders.checkpoints:
+        path = Path(relative) if Path(relative).is_absolute() else root / relative
+        if relative and _inside(path, root) and path.is_dir():
+            return path
+    found = ", ".join(find_checkpoints(folders)) or "none"
+    searched = " and ".join(str(root) for root in folders.checkpoints)
+    raise RequestError(
+        f"There is no checkpoint {name!r} in {searched}. Found there: {found}. Put the MAGI-2 Preview files into a"
+        " folder of that name (the one that holds preview/, text_encoder/, turbo_vae/, ...)."
+    )
+
+
+def resolve_inside(name: str, roots: Sequence[Path], what: str) -> Path:
+    """The existing file `name` below one of `roots`; RequestError if it is not there or leaves them (80 line 20)."""
+    relative = name.strip().replace("\\", "/")
+    for root in roots:
+        path = root / relative
+        if relative and _inside(path, root) and path.is_file():
+            return path
+    searched = " or ".join(str(root) for root in roots)
+    raise RequestError(f"There is no {what} {name!r} in {searched}.")
+
+
+def _inside(path: Path, root: Path) -> bool:
+    """Whether `path` stays below `root` by its name alone: links inside a folder the user registered are followed."""
+    parts = path.parts
+    return ".." not in parts and parts[: len(root.parts)] == root.parts

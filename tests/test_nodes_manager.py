@@ -1,0 +1,169 @@
+"""The pool manager: status without waiting, refusals while a job runs, and stopping when idle."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import magi2_native.distributed.pool as pool_module
+import pytest
+from magi2_native.magi2_core.errors import RequestError
+from magi2_native.magi2_core.events import Silent
+from magi2_native.magi2_core.memory.plan import Plan, RankPlan
+from magi2_native.stages.manager import PoolManager
+from magi2_native.stages.values import Model
+from magi2_native.tests.comfy_stub.fake_pool import FakePool
+
+MODEL = Model("mini", Plan("/secret/place", "sp2", "bfloat16", "keep", (RankPlan("cpu", 1, 2, 3),) * 2), ())
+REQUEST = {"prompt": "x", "negative_prompt": "", "figures": []}
+
+
+@pytest.fixture
+def pools() -> list[FakePool]:
+    return []
+
+
+@pytest.fixture
+def manager(pools: list[FakePool]) -> PoolManager:
+    def make(model: Model) -> Any:
+        pools.append(FakePool(model, pool_module))
+        return pools[-1]
+
+    return PoolManager(make)
+
+
+def run(manager: PoolManager, model: Model = MODEL) -> dict[str, Any]:
+    return manager.run(model, "encode_text", dict(REQUEST), Silent())
+
+
+def test_nothing_starts_before_the_first_run(manager: PoolManager, pools: list[FakePool]) -> None:
+    assert manager.status()["state"] == "stopped"
+    assert pools == []
+    assert not manager.stop()
+    assert not manager.unload()
+    with pytest.raises(RequestError, match="No model has been used"):
+        manager.start()
+
+
+def test_the_status_follows_the_pool_and_tells_no_paths(manager: PoolManager, pools: list[FakePool]) -> None:
+    run(manager)
+    status = manager.status()
+    assert (status["state"], status["model"], status["layout"]) == ("ready", "mini", "sp2")
+    assert [rank["device"] for rank in status["ranks"]] == ["cpu", "cpu"]
+    assert status["log"] == ["encode_text is done"]
+    assert "/secret" not in str(status)
+    manager.unload()
+    assert manager.status()["state"] == "unloaded"
+    manager.stop()
+    assert manager.status()["state"] == "stopped"
+    manager.start()
+    assert manager.status()["state"] == "ready"
+    pools[-1].alive = False
+    assert manager.status()["state"] == "stopped"
+
+
+def test_status_answers_and_stop_is_refused_while_a_job_runs(manager: PoolManager, pools: list[FakePool]) -> None:
+    running, finish = threading.Event(), threading.Event()
+    run(manager)
+
+    def hold(call: str) -> None:
+        running.set()
+        finish.wait(10)
+
+    pools[0].on_call = hold
+    worker = threading.Thread(target=run, args=(manager,))
+    worker.start()
+    try:
+        assert running.wait(5)
+        assert manager.status()["state"] == "busy"
+        assert manager.status()["progress"]["stage"] == "encode_text"
+        with pytest.raises(RequestError, match="middle of a job"):
+            manager.stop(0.05)
+        with pytest.raises(RequestError, match="middle of a job"):
+            manager.unload(0.05)
+    finally:
+        finish.set()
+        worker.join(10)
+    assert manager.stop(1)
+
+
+def test_jobs_from_several_threads_run_one_after_the_other(manager: PoolManager, pools: list[FakePool]) -> None:
+    active: list[int] = []
+
+    def watch(call: str) -> None:
+        active.append(1)
+        assert len(active) == 1
+        time.sleep(0.01)
+        active.pop()
+
+    run(manager)
+    pools[0].on_call = watch
+    failures: list[BaseException] = []
+
+    def safe() -> None:
+        try:
+            run(manager)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=safe) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not failures
+    assert len(pools) == 1
+
+
+def test_idle_workers_are_stopped_after_the_set_time_and_busy_ones_are_not(
+    manager: PoolManager, pools: list[FakePool]
+) -> None:
+    manager.idle_minutes = 0.2 / 60
+    run(manager)
+    time.sleep(0.1)
+    run(manager)  # starts the clock anew
+    time.sleep(0.15)
+    assert manager.alive
+    deadline = time.monotonic() + 5
+    while manager.alive and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not manager.alive
+    assert pools[0].closed == 1
+
+
+def test_without_a_set_time_workers_stay(manager: PoolManager) -> None:
+    before = threading.active_count()
+    run(manager)
+    assert threading.active_count() == before
+
+
+def test_the_hooks_around_a_start_see_the_model(manager: PoolManager) -> None:
+    seen: list[str] = []
+    manager.before_start = lambda model: seen.append(f"before {model.name}")
+    manager.after_start = lambda model: seen.append(f"after {model.name}")
+    run(manager)
+    run(manager)
+    assert seen == ["before mini", "after mini"]
+
+
+def test_a_sentence_of_the_engine_comes_back_as_the_error_it_was(manager: PoolManager, pools: list[FakePool]) -> None:
+    run(manager)
+
+    class Refusing:
+        def result(self, **_: Any) -> Any:
+            raise pool_module.RankError(
+                "Rank 0 raised.", rank=0, error_type="CheckpointError", message="shard 3 is cut short", survived=True
+            )
+
+    pools[0].submit = lambda call, arguments: Refusing()  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ValueError, match=r"^shard 3 is cut short$"):
+        run(manager)
+
+
+def test_other_errors_of_a_rank_keep_their_report(manager: PoolManager, pools: list[FakePool]) -> None:
+    run(manager)
+    error = pool_module.RankError("Rank 1 raised.", rank=1, error_type="RuntimeError", traceback="Traceback: x")
+    failing = SimpleNamespace(result=lambda **_: (_ for _ in ()).throw(error))
+    pools[0].submit = lambda call, arguments: failing  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(pool_module.RankError, match=r"(?s)Rank 1 raised.*Traceback: x$"):
+        run(manager)

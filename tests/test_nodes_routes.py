@@ -1,0 +1,111 @@
+"""The pack's routes: who may change what, and what they tell (60 §11, 80 line 29)."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from magi2_native.tests.comfy_stub.fixtures import Graph, graph_in
+
+pytest.importorskip("aiohttp", reason="the server brings aiohttp")
+
+JSON = {"Content-Type": "application/json", "Host": "10.0.0.5:8188"}
+POSTS = ["/magi2/start", "/magi2/stop", "/magi2/unload", "/magi2/settings"]
+
+
+class Request:
+    def __init__(self, headers: dict[str, str], body: bytes) -> None:
+        self.headers, self.content, self._body = headers, self, body
+
+    async def read(self, most: int) -> bytes:
+        return self._body[:most]
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Iterator[Graph]:
+    with graph_in(tmp_path) as graph:
+        yield graph
+
+
+def ask(graph: Graph, method: str, path: str, headers: dict[str, str] = JSON, body: Any = None) -> tuple[int, Any]:
+    raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    answer = asyncio.run(graph.stub.server.routes.handlers[method, path](Request(headers, raw)))
+    return answer.status, json.loads(answer.text)
+
+
+def test_changes_are_post_only(graph: Graph) -> None:
+    handlers = graph.stub.server.routes.handlers
+    assert {path for method, path in handlers if method == "GET"} == {"/magi2/status"}
+    assert {path for method, path in handlers if method == "POST"} == set(POSTS)
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {**JSON, "Origin": "http://evil.example"},
+        {**JSON, "Origin": "http://10.0.0.5:9999"},
+        {**JSON, "Origin": "null"},
+        {**JSON, "Content-Type": "text/plain"},
+        {**JSON, "Content-Type": "application/x-www-form-urlencoded"},
+        {"Host": "10.0.0.5:8188"},
+        {**JSON, "Sec-Fetch-Site": "cross-site"},
+    ],
+)
+def test_foreign_requests_are_refused_and_change_nothing(graph: Graph, path: str, headers: dict[str, str]) -> None:
+    graph.conditioning()
+    status, _ = ask(graph, "POST", path, headers, {"give_up": "always"})
+    assert status == 403
+    assert graph.manager.alive
+    assert ask(graph, "GET", "/magi2/status")[1]["settings"]["give_up"] == "when asked"
+
+
+def test_our_own_page_and_plain_clients_are_served(graph: Graph) -> None:
+    graph.conditioning()
+    assert ask(graph, "POST", "/magi2/unload", {**JSON, "Origin": "http://10.0.0.5:8188"})[0] == 200
+    status, answer = ask(graph, "POST", "/magi2/stop", {**JSON, "Content-Type": "application/json; charset=utf-8"})
+    assert (status, answer["state"]) == (200, "stopped")
+    status, answer = ask(graph, "POST", "/magi2/start")
+    assert (status, answer["state"]) == (200, "ready")
+
+
+def test_starting_without_a_model_is_a_sentence(graph: Graph) -> None:
+    status, answer = ask(graph, "POST", "/magi2/start")
+    assert status == 409
+    assert "run a workflow once" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    "body", [{"give_up": "sometimes"}, {"idle_minutes": -1}, {"idle_minutes": "5"}, {"idle_minutes": True}, [1], b"{x"]
+)
+def test_settings_that_make_no_sense_are_refused(graph: Graph, body: Any) -> None:
+    before = ask(graph, "GET", "/magi2/status")[1]["settings"]
+    assert ask(graph, "POST", "/magi2/settings", body=body)[0] == 409
+    assert ask(graph, "GET", "/magi2/status")[1]["settings"] == before
+
+
+def test_settings_take_effect(graph: Graph) -> None:
+    _, answer = ask(graph, "POST", "/magi2/settings", body={"give_up": "never", "idle_minutes": 15})
+    assert answer["settings"] == {"give_up": "never", "idle_minutes": 15.0}
+
+
+def test_large_bodies_are_refused(graph: Graph) -> None:
+    assert ask(graph, "POST", "/magi2/settings", body=b'{"x": "' + b"a" * 5000 + b'"}')[0] == 409
+
+
+def test_the_status_tells_no_file_paths(graph: Graph, tmp_path: Path) -> None:
+    graph.conditioning()
+    graph.manager.note(f"reading {tmp_path}/models/magi2/mini/preview/model.safetensors and 3/61 shards")
+    _, answer = ask(graph, "GET", "/magi2/status")
+    assert answer["log"][-1] == "reading model.safetensors and 3/61 shards"
+    assert str(tmp_path) not in json.dumps(answer)
+
+
+def test_pages_hear_of_changes(graph: Graph) -> None:
+    graph.conditioning()
+    states = [data["state"] for event, data in graph.stub.server.sent if event == "magi2.status"]
+    assert states[0] == "starting"
+    assert "busy" in states
+    assert states[-1] == "ready"

@@ -1,0 +1,152 @@
+"""Every node as ComfyUI reads it: ids, texts, widgets, and what must stay as it is for saved workflows (60 §2)."""
+
+import inspect
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from magi2_native.headless.run import STEPS
+from magi2_native.tests.comfy_stub.fixtures import Graph, graph_in
+
+ROOT = Path(__file__).resolve().parent.parent
+NODES = [
+    "Magi2Decode", "Magi2EncodePrompt", "Magi2ImageConditioning", "Magi2JoinLatent", "Magi2LoadCheckpoint",
+    "Magi2LoadLatent", "Magi2Sampler", "Magi2SamplerOptions", "Magi2SaveLatent", "Magi2SplitLatent",
+    "Magi2UnloadWorkers",
+]  # fmt: skip
+OWN_TYPES = {"MAGI2_MODEL", "MAGI2_CONDITIONING", "MAGI2_LATENT", "MAGI2_SAMPLER_OPTIONS"}
+CORE_TYPES = {"IMAGE", "AUDIO", "VIDEO", "LATENT", "FLOAT", "STRING", "INT", "BOOLEAN", "COMBO", "*"}
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    with graph_in(tmp_path_factory.mktemp("comfy")) as graph:
+        yield graph
+
+
+def schema(graph: Graph, node: str) -> Any:
+    return graph.nodes[node].GET_SCHEMA()
+
+
+def test_the_pack_offers_these_nodes(graph: Graph) -> None:
+    assert set(NODES) <= set(graph.nodes)
+    assert all(name.startswith("Magi2") for name in graph.nodes)
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_every_node_input_and_output_is_explained(graph: Graph, node: str) -> None:
+    found = schema(graph, node)
+    assert found.display_name.startswith("MAGI-2 ")
+    assert found.category.split("/")[0] == "MAGI-2"
+    assert found.description.endswith(".")
+    for slot in [*found.inputs, *found.outputs]:
+        assert slot.tooltip, f"{node}.{slot.id} has no tooltip"
+        assert slot.io_type in OWN_TYPES | CORE_TYPES
+    for output in found.outputs:
+        assert output.display_name
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_schema_is_made_in_a_millisecond(graph: Graph, node: str) -> None:
+    cls = graph.nodes[node]
+    cls.define_schema()
+    best = min(_seconds(cls.define_schema) for _ in range(5))
+    assert best < 0.001, f"{best * 1000:.2f} ms"
+
+
+def _seconds(function: Any) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_number_widgets_can_be_typed_and_text_is_not_rewritten(graph: Graph, node: str) -> None:
+    for slot in schema(graph, node).inputs:
+        if slot.io_type == "FLOAT":
+            assert slot.extra["step"] <= 0.01
+            assert slot.extra["min"] <= slot.extra["default"] <= slot.extra["max"]
+        if slot.io_type == "INT":
+            assert slot.extra["min"] <= slot.extra["default"] <= slot.extra["max"]
+        if slot.io_type == "STRING" and slot.extra["multiline"]:
+            # 30 §12: dynamic prompts destroy JSON captions
+            assert slot.extra["dynamicPrompts"] is False
+
+
+def test_the_seed_covers_every_64_bit_number_and_can_change_by_itself(graph: Graph) -> None:
+    seed = next(slot for slot in schema(graph, "Magi2Sampler").inputs if slot.id == "seed")
+    assert (seed.extra["min"], seed.extra["max"]) == (0, 2**64 - 1)
+    assert seed.extra["control_after_generate"] is True
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_required_inputs_come_first_so_that_saved_widget_values_keep_their_places(graph: Graph, node: str) -> None:
+    optional = [slot.optional for slot in schema(graph, node).inputs]
+    assert optional == sorted(optional)
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_combos_are_checked_by_the_node_because_the_server_does_not(graph: Graph, node: str) -> None:
+    cls = graph.nodes[node]
+    for slot in schema(graph, node).inputs:
+        if slot.io_type == "COMBO":
+            answer = cls.validate_inputs(**{slot.id: "zzz"})
+            assert isinstance(answer, str), f"{node}.{slot.id} accepts anything"
+            assert "zzz" in answer
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_checks_name_their_inputs_in_a_way_that_the_server_sees(graph: Graph, node: str) -> None:
+    """The server reads `getfullargspec(...).args`, which leaves keyword-only arguments out."""
+    check = getattr(graph.nodes[node], "validate_inputs", None)
+    if check is None:
+        return
+    specification = inspect.getfullargspec(check)
+    assert not specification.kwonlyargs
+    assert set(specification.args) - {"cls"} <= {slot.id for slot in schema(graph, node).inputs}
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_node_and_its_twin_without_comfyui_take_the_same_inputs_with_the_same_defaults(
+    graph: Graph, node: str
+) -> None:
+    step = STEPS[node]
+    parameters = step.parameters()
+    slots = {slot.id: slot for slot in schema(graph, node).inputs}
+    assert {*parameters, *step.extra} == set(slots)
+    for name, parameter in parameters.items():
+        if parameter.default not in (inspect.Parameter.empty, None) and "default" in slots[name].extra:
+            assert parameter.default == slots[name].extra["default"], f"{node}.{name}"
+    for name, slot in slots.items():
+        if slot.optional:
+            assert name in step.extra or parameters[name].default is not inspect.Parameter.empty
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_every_node_has_its_help_page(graph: Graph, node: str) -> None:
+    text = (ROOT / "web" / "docs" / f"{node}.md").read_text(encoding="utf-8")
+    for slot in schema(graph, node).inputs:
+        assert f"`{slot.id}`" in text, f"the help of {node} does not explain {slot.id}"
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("node", NODES)
+def test_every_string_of_a_node_is_translated(graph: Graph, node: str, language: str) -> None:
+    found = schema(graph, node)
+    texts = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))[node]
+    assert texts["display_name"]
+    assert texts["description"]
+    assert set(texts["inputs"]) == {slot.id for slot in found.inputs}
+    assert set(texts.get("outputs", {})) == {str(index) for index in range(len(found.outputs))}
+    for entry in [*texts["inputs"].values(), *texts.get("outputs", {}).values()]:
+        assert entry["name"]
+        assert entry["tooltip"]
+    if language == "en":
+        assert texts["display_name"] == found.display_name
+        assert texts["description"] == found.description
+        assert {key: entry["tooltip"] for key, entry in texts["inputs"].items()} == {
+            slot.id: slot.tooltip for slot in found.inputs
+        }
