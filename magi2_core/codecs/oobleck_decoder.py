@@ -73,8 +73,8 @@ class OobleckConfig:
             )
         if len(self.strides) != len(self.c_mults):
             raise CheckpointError(
-                f"The audio decoder has {len(self.strides)} strides for {len(self.c_mults)} c_mults; there must be as many"
-                " of one as of the other."
+                f"The audio decoder has {len(self.strides)} strides for {len(self.c_mults)} c_mults; there must be as"
+                " many of one as of the other."
             )
         if odd := [stride for stride in self.strides if stride % 2]:
             raise CheckpointError(f"The audio decoder has a stride of {odd[0]}; only even strides give whole lengths.")

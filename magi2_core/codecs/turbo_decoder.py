@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -201,6 +201,11 @@ class Upsample(nn.Module):
         self.time_conv = Conv3d(channels, 2 * channels, (3, 1, 1)) if time else None
         self.resample = nn.ModuleList([nn.Identity(), nn.Conv2d(channels, channels, 3, padding=1)])
 
+    @property
+    def conv(self) -> nn.Conv2d:
+        """The convolution after the enlargement; the checkpoint calls it resample.1."""
+        return cast(nn.Conv2d, self.resample[1])
+
     def forward(self, x_BCTHW: Tensor, first: bool) -> Tensor:
         if self.time_conv is None:
             return self._enlarge([x_BCTHW[:, :, t] for t in range(x_BCTHW.shape[2])])
@@ -212,46 +217,52 @@ class Upsample(nn.Module):
         B, C, H, W = frames[0].shape
         out = channels_last(frames[0], B, C, len(frames), 2 * H, 2 * W)
         for t, frame in enumerate(frames):
-            out[:, :, t] = self.resample[1](F.interpolate(frame, scale_factor=2.0, mode="nearest"))
+            out[:, :, t] = self.conv(F.interpolate(frame, scale_factor=2.0, mode="nearest"))
         return out
 
 
-class UpBlock(nn.Module):
+@dataclass(frozen=True)
+class Step:
+    """One step of the network: what it runs, and how its output depends on its input in space.
+
+    A pixel of the output depends on `reach` more pixels on either side of its place, in the output's resolution, which
+    is `scale` times the input's. `module` is what does the work.
+    """
+
+    run: Activation
+    module: nn.Module
+    reach: int
+    scale: int = 1
+
+
+class ResBlocks(nn.Module):
+    """Res blocks of one width: the mid block, and the part of an up block after the enlargement."""
+
+    def __init__(self, width: int, layers: int, first: Activation, shortcut_eps: float) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(ResBlock(width, width, first, shortcut_eps) for _ in range(layers))
+
+    def steps(self) -> list[Step]:
+        return [Step(resnet, resnet, reach=2) for resnet in self.resnets]
+
+
+class UpBlock(ResBlocks):
     """Change the width, enlarge, then res blocks, which start with ReLU after an upsampler (40 §4.4)."""
 
     def __init__(self, block: BlockConfig, shortcut_eps: float) -> None:
-        super().__init__()
+        super().__init__(block.cout, block.layers, F.relu if block.upsample else F.silu, shortcut_eps)
         if block.cin != block.cout:
             self.conv_in = ResBlock(block.cin, block.cout, F.silu, shortcut_eps)
         if block.upsample:
             self.upsamplers = nn.ModuleList([Upsample(block.cout, block.time)])
-        first = F.relu if block.upsample else F.silu
-        self.resnets = nn.ModuleList(
-            ResBlock(block.cout, block.cout, first, shortcut_eps) for _ in range(block.layers)
-        )
         self.block = block
 
-    def forward(self, x: Tensor, first: bool) -> Tensor:
-        if self.block.cin != self.block.cout:
-            x = self.conv_in(x)
+    def all_steps(self, first: bool) -> list[Step]:
+        steps = [Step(self.conv_in, self.conv_in, reach=2)] if self.block.cin != self.block.cout else []
         if self.block.upsample:
-            x = self.upsamplers[0](x, first)
-        for resnet in self.resnets:
-            x = resnet(x)
-        return x
-
-
-class MidBlock(nn.Module):
-    """Res blocks at the widest width and the latent's size."""
-
-    def __init__(self, width: int, layers: int, shortcut_eps: float) -> None:
-        super().__init__()
-        self.resnets = nn.ModuleList(ResBlock(width, width, F.silu, shortcut_eps) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for resnet in self.resnets:
-            x = resnet(x)
-        return x
+            upsample = cast(Upsample, self.upsamplers[0])
+            steps.append(Step(lambda x: upsample(x, first), upsample, reach=1, scale=2))
+        return steps + self.steps()
 
 
 class TurboDecoder(nn.Module):
@@ -262,25 +273,29 @@ class TurboDecoder(nn.Module):
         blocks, eps = config.blocks, config.resnet_norm_eps
         self.config = config
         self.conv_in = Conv3d(config.latent_channels, blocks[0].cin, 3)
-        self.mid_block = MidBlock(blocks[0].cin, config.layers_per_block[-1], eps)
+        self.mid_block = ResBlocks(blocks[0].cin, config.layers_per_block[-1], F.silu, eps)
         self.up_blocks = nn.ModuleList(UpBlock(block, eps) for block in blocks)
         self.conv_out = Conv3d(blocks[-1].cout, 3 * PATCH * PATCH, 3)
 
     def forward(self, z_BCThw: Tensor, first: bool) -> Tensor:
         """[B, 48, n, h, w] to [B, 3, frames, 16h, 16w], nominally in [-1, 1], not clamped."""
         x = z_BCThw
-        for stage in self.stages(first):
-            x = stage(x)
+        for step in self.steps(first):
+            x = step.run(x)
         return x
 
-    def stages(self, first: bool) -> list[Activation]:
-        """The network as steps, between which a tile may be cut smaller: the latent-sized part, the blocks, the end."""
-        blocks = [lambda x, block=block: block(x, first) for block in self.up_blocks]
-        return [lambda z: self.mid_block(self.conv_in(self.conv_in.padded(z))), *blocks, self._to_pixels]
+    def steps(self, first: bool) -> list[Step]:
+        """The network as a chain of steps, between which a tile can be cut smaller (turbo_tiles.py)."""
+        return [
+            Step(lambda z: self.conv_in(self.conv_in.padded(z)), self.conv_in, reach=1),
+            *self.mid_block.steps(),
+            *(step for block in self.up_blocks for step in cast(UpBlock, block).all_steps(first)),
+            Step(self._last_conv, self.conv_out, reach=1),
+            Step(unpatchify, nn.Identity(), reach=0, scale=PATCH),
+        ]
 
-    def _to_pixels(self, x: Tensor) -> Tensor:
-        x = self.conv_out(self.conv_out.padded(x, lambda frame: F.silu(normalise(frame, NORM_EPS))))
-        return unpatchify(x)
+    def _last_conv(self, x: Tensor) -> Tensor:
+        return self.conv_out(self.conv_out.padded(x, lambda frame: F.silu(normalise(frame, NORM_EPS))))
 
 
 def unpatchify(x_BCTHW: Tensor) -> Tensor:

@@ -1,19 +1,24 @@
-"""Decoding one window of latents in pieces of the frame, to the same values as at once (40 §4.6).
+"""Decoding one window of latents in pieces of the frame, to the same values as at once, in bounded memory (40 §4.6).
 
 A pixel depends on latents up to 15 places away, nearly all of it through the convolutions at the latent's own size.
-So a tile starts with that margin where it does not meet the border of the frame, and after each stage of the network
-gives up the part of the margin that the remaining stages no longer need: at full resolution, where the memory goes,
-6 places are left. Beyond the border of the frame the network sees zeros; at a cut edge it sees them too, but what
-they reach is cut away before it matters.
+So a tile starts with that margin where it does not meet the border of the frame, and after each step of the network
+gives up the part of the margin that the remaining steps no longer need: at full resolution, where the memory goes,
+little is left. Beyond the border of the frame the network sees zeros; at a cut edge it sees them too, but what they
+reach is cut away before it matters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .turbo_decoder import PATCH, BlockConfig, TurboConfig, TurboDecoder
+from ..errors import RequestError
+from .turbo_decoder import PATCH, Conv3d, ResBlock, Step, TurboConfig, TurboDecoder, Upsample
 
 Span = tuple[int, int]  # [begin, end) of one axis
 
@@ -28,44 +33,115 @@ class Tile:
     right: int
 
 
-def grow(span: Span, reach: int, size: int) -> Span:
-    """The span with `reach` more on either side, inside [0, size)."""
-    return max(0, span[0] - reach), min(size, span[1] + reach)
-
-
-def before_block(span: Span, block: BlockConfig, size: int) -> Span:
-    """What an up block must be given to make `span` of its output right; `size` is the whole output's (40 §4.4)."""
-    reach = 2 * block.layers + block.upsample  # 3x3 convolutions after the enlargement: two to a res block
-    span = grow(span, reach, size)
-    if block.upsample:
-        span, size = (span[0] // 2, -(-span[1] // 2)), size // 2
-    return grow(span, 2 if block.cin != block.cout else 0, size)
-
-
-def stage_spans(span: Span, size: int, config: TurboConfig) -> list[Span]:
-    """For latents `span` of `size`: the input each stage needs, and last the output, each in its own resolution.
-
-    Entry k is the input of stage k (TurboDecoder.stages), so entry 0 is in latents and the last one in pixels.
-    """
-    scale = config.spatial_ratio // PATCH
-    wanted = (span[0] * scale, span[1] * scale)
-    spans = [(wanted[0] * PATCH, wanted[1] * PATCH), grow(wanted, 1, size * scale)]  # conv_out reaches one
-    for block in reversed(config.blocks):
-        spans.append(before_block(spans[-1], block, size * scale))
-        scale //= 2 if block.upsample else 1
-    spans.append(grow(spans[-1], 1 + 2 * config.layers_per_block[-1], size))  # conv_in and the mid block
+def step_spans(span: Span, size: int, steps: Sequence[Step]) -> list[Span]:
+    """For latents `span` of `size`: the input that each step needs, and last the output, each in its own resolution."""
+    sizes = [size]
+    for step in steps:
+        sizes.append(sizes[-1] * step.scale)
+    enlarged = sizes[-1] // size
+    spans = [(span[0] * enlarged, span[1] * enlarged)]
+    for step, whole in zip(reversed(steps), reversed(sizes), strict=False):
+        begin, end = max(0, spans[-1][0] - step.reach), min(whole, spans[-1][1] + step.reach)
+        spans.append((begin // step.scale, -(-end // step.scale)))
     return spans[::-1]
 
 
 def run_tile(decoder: TurboDecoder, latent_1Cnhw: Tensor, first: bool, tile: Tile) -> Tensor:
     """The pixels of one tile of a window: [1, 3, frames, 16 rows, 16 columns] of the de-normalised [1, 48, n, h, w]."""
-    rows = stage_spans((tile.top, tile.bottom), latent_1Cnhw.shape[3], decoder.config)
-    columns = stage_spans((tile.left, tile.right), latent_1Cnhw.shape[4], decoder.config)
+    steps = decoder.steps(first)
+    rows = step_spans((tile.top, tile.bottom), latent_1Cnhw.shape[3], steps)
+    columns = step_spans((tile.left, tile.right), latent_1Cnhw.shape[4], steps)
     x = latent_1Cnhw[..., slice(*rows[0]), slice(*columns[0])]
-    scales = [1, *(2 if block.upsample else 1 for block in decoder.config.blocks), PATCH]
-    for k, (stage, scale) in enumerate(zip(decoder.stages(first), scales, strict=True)):
-        x = stage(x)
-        top, left = rows[k + 1][0] - rows[k][0] * scale, columns[k + 1][0] - columns[k][0] * scale
-        height, width = rows[k + 1][1] - rows[k + 1][0], columns[k + 1][1] - columns[k + 1][0]
-        x = x[..., top : top + height, left : left + width]
+    for k, step in enumerate(steps):
+        x = step.run(x)
+        top, left = rows[k][0] * step.scale, columns[k][0] * step.scale  # of what the step made
+        (begin, end), (start, stop) = rows[k + 1], columns[k + 1]
+        x = x[..., begin - top : end - top, start - left : stop - left]
     return x
+
+
+def plan_tiles(config: TurboConfig, height: int, width: int, budget: int, dtype: torch.dtype) -> list[Tile]:
+    """Divide a latent frame of height x width so that one tile's activations stay within `budget` bytes.
+
+    The tiles are about square and as large as the budget allows: one tile if that fits. RequestError if tiles of a
+    single latent do not fit; the sentence says what is needed.
+    """
+    low, high = 0, max(height, width)  # the largest side that fits, by bisection
+    while low < high:
+        side = (low + high + 1) // 2
+        if tile_bytes(config, height, width, side, dtype) <= budget:
+            low = side
+        else:
+            high = side - 1
+    if low == 0:
+        raise RequestError(
+            f"Decoding a frame of {width * config.spatial_ratio}x{height * config.spatial_ratio} needs at least"
+            f" {tile_bytes(config, height, width, 1, dtype) / 2**20:.0f} MiB of working memory, but only"
+            f" {budget / 2**20:.0f} MiB are allowed for it."
+        )
+    rows, columns = split_span(height, low), split_span(width, low)
+    return [Tile(*row, *column) for row in rows for column in columns]
+
+
+def split_span(size: int, longest: int) -> list[Span]:
+    """[0, size) in as few spans of at most `longest` as it takes, their lengths within one of each other."""
+    parts = -(-size // longest)
+    return list(pairwise(size * k // parts for k in range(parts + 1)))
+
+
+def tile_bytes(config: TurboConfig, height: int, width: int, side: int, dtype: torch.dtype) -> int:
+    """Peak bytes of activations while tiles of at most side x side latents are decoded, in the longest window.
+
+    Counted as the network holds them (40 §4.6), without the convolutions' own workspace, the weights and the finished
+    frames. With a side that covers the frame this is the peak of the whole frame.
+    """
+    steps = _steps(config)
+    tall, wide = (_longest(split_span(size, side), size, steps) for size in (height, width))
+    frames, peak = config.step_size + 2, 0
+    held = config.latent_channels * frames * tall[0] * wide[0] * dtype.itemsize
+    for k, step in enumerate(steps):
+        live, made = _step_bytes(step.module, frames, tall[k] * wide[k], dtype.itemsize)
+        peak = max(peak, held + live)
+        held = made
+        if isinstance(step.module, Upsample) and step.module.time_conv is not None:
+            frames *= 2
+    return peak
+
+
+@cache
+def _steps(config: TurboConfig) -> list[Step]:
+    with torch.device("meta"):
+        return TurboDecoder(config).steps(first=False)
+
+
+def _longest(spans: Sequence[Span], size: int, steps: Sequence[Step]) -> list[int]:
+    """The longest input that any of the spans needs at each step."""
+    lengths = [[end - begin for begin, end in step_spans(span, size, steps)] for span in spans]
+    return [max(each) for each in zip(*lengths, strict=True)]
+
+
+def _step_bytes(module: nn.Module, T: int, area: int, itemsize: int) -> tuple[int, int]:
+    """Most bytes that a step holds beside its input of T frames of `area` positions, and the bytes of its output."""
+    if isinstance(module, ResBlock):
+        cin, cout = module.conv1.conv.in_channels, module.conv1.conv.out_channels
+        made = cout * T * area
+        live = max(cin, cout) * (T + 2) * area + made
+        if module.conv_shortcut is not None:
+            live = max(live, cin * T * area + 2 * made)
+        return live * itemsize + _norm_bytes(max(cin, cout), area), made * itemsize
+    if isinstance(module, Upsample):
+        C = module.conv.in_channels
+        halves = 2 * C * T * area if module.time_conv is not None else 0
+        made = 4 * max(C * T * area, halves)
+        live = max(C * (T + 2) * area + halves, halves + made + 2 * C * 4 * area)
+        return live * itemsize, made * itemsize
+    if isinstance(module, Conv3d):
+        cin, made = module.conv.in_channels, module.conv.out_channels * T * area
+        return (cin * (T + 2) * area + made) * itemsize + _norm_bytes(cin, area), made * itemsize
+    made = 3 * PATCH * PATCH * T * area  # unpatchify only moves values
+    return made * itemsize, made * itemsize
+
+
+def _norm_bytes(channels: int, area: int) -> int:
+    """The fp32 copies of one frame that a norm holds: the values, their squares or the product."""
+    return 3 * 4 * channels * area

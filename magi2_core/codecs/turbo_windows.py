@@ -87,7 +87,8 @@ def decode_window(
     """The frames of one window, as `convert` makes them: [window.frames, H, W, 3] on the host.
 
     z is the whole clip's latent [1, 48, T, h, w] in the sampler's scale; its dtype is the decoder's. `tiles` divide
-    the frame (turbo_tiles.plan_tiles); without them it is decoded at once. `events.check` is called before each tile.
+    the frame (turbo_tiles.plan_tiles); without them it is decoded at once. `events.check` is called before each tile,
+    on this rank only.
     """
     T, h, w = z_1CThw.shape[2:]
     frames = torch.arange(window.start, window.stop).clamp(max=T - 1)  # 40 §4.5: the last latent is repeated
@@ -126,6 +127,7 @@ def decode_blocks(
         with torch.inference_mode():
             block = decode_window(decoder, z, window, convert, tiles, events)
         yield block
+        del block  # before the next one is made
         done = min(total, window.stop - (window.stop < total))
         if events is not None:
             events.progress("decode_video", done, total)
