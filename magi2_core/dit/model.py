@@ -87,7 +87,7 @@ class PreviewTransformer(nn.Module):
     Build it under `torch.device("meta")` and fill it with `load_module`: `state_dict()` has exactly the keys of
     `preview_tensors(config)`, in this rank's shapes. `compute_dtype` bfloat16 is the reference; float32 is its exact
     form, in which every bf16 becomes fp32 and nothing else changes (10 §1). It defaults to `config.params_dtype`.
-    Raises RequestError for another dtype, or for a layout that does not divide the model.
+    Raises RequestError for another dtype, CheckpointError where tensor parallelism does not divide a tensor.
     """
 
     def __init__(

@@ -48,10 +48,20 @@ def head_experts(
 
 
 def _grouped(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows [ends[e-1], ends[e]) times w[e] -> [R, o], fp32 or x's dtype; rows past the last end are undefined."""
+    """Rows [ends[e-1], ends[e]) times w[e] -> [R, o]; rows past the last end are undefined."""
     aligned = x_Ri.shape[1] % 8 == 0 and w_Eio.shape[2] % 8 == 0
     if x_Ri.device.type == "cuda" and x_Ri.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm"):
-        return F.grouped_mm(x_Ri, w_Eio, offs=ends_E)
+        return grouped_on_device(x_Ri, w_Eio, ends_E)
+    return grouped_by_loop(x_Ri, w_Eio, ends_E)
+
+
+def grouped_on_device(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:
+    """One launch, rounded to x's dtype; the offsets stay on the device. Widths must be multiples of 16 bytes."""
+    return F.grouped_mm(x_Ri, w_Eio, offs=ends_E)
+
+
+def grouped_by_loop(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:
+    """One fp32 product for each group that has rows; reads the offsets back to the host, which costs a CPU nothing."""
     y_Ro = torch.empty((x_Ri.shape[0], w_Eio.shape[2]), dtype=torch.float32, device=x_Ri.device)
     start = 0
     for stop, w_io in zip(ends_E.tolist(), w_Eio, strict=True):

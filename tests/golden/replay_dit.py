@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -40,6 +38,7 @@ from ...magi2_core.dit.weights import Tensors
 from ...magi2_core.kernels.attention import varlen_attention
 from ...magi2_core.sampling.time_embedding import time_embedding
 from ..ranks import run_ranks
+from .limits import judge
 from .replay import Case, Measure, equal, max_abs, rel_l2
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -66,69 +65,6 @@ def run(case: Case) -> list[Measure]:
         if case.name.startswith(prefix):
             return replay(case)
     raise KeyError(f"no family of transformer cases begins like {case.name!r}")
-
-
-# Comparing by the limits that a case states
-
-
-def judge(case: Case, key: str, got: Tensor) -> list[Measure]:
-    """Compare with a recorded tensor by the limits of the first pattern in the case's `tolerance` that fits its key."""
-    expected = case.tensors[key]
-    for pattern, limits in case.meta["tolerance"].items():
-        if fnmatch(key, pattern):
-            break
-    else:
-        raise KeyError(f"{case.name} states no tolerance for {key}")
-    if got.shape != expected.shape:
-        return [Measure(f"{key} shape {tuple(got.shape)} for {tuple(expected.shape)}", math.inf, 0.0)]
-    limits = dict(limits)
-    if limits.pop("exact", False):
-        return [equal(key, got, expected)]
-    measures = []
-    if {"atol", "rtol", "max_ulp_bf16"} & limits.keys():
-        measures.append(_elementwise(key, got, expected, limits))
-    if "max_abs" in limits:
-        measures.append(max_abs(key, got, expected, limits.pop("max_abs")))
-    if "rel_l2" in limits:
-        measures.append(rel_l2(key, got, expected, limits.pop("rel_l2")))
-    if "median_token_rel_l2" in limits:
-        measures.append(median_token(key, got, expected, limits.pop("median_token_rel_l2")))
-    if limits:
-        raise KeyError(f"{case.name} has a limit of an unknown kind for {key}: {limits}")
-    return measures
-
-
-def _elementwise(key: str, got: Tensor, expected: Tensor, limits: dict[str, float]) -> Measure:
-    """The worst element as a share of what it is allowed: atol + rtol·|expected|, or a number of bf16 steps, whichever
-    is met (10 §13)."""
-    difference = (got.double() - expected.double()).abs()
-    shares = []
-    if {"atol", "rtol"} & limits.keys():
-        shares.append(difference / (limits.pop("atol", 0.0) + limits.pop("rtol", 0.0) * expected.double().abs()))
-    if "max_ulp_bf16" in limits:
-        shares.append(_bf16_steps(got, expected) / limits.pop("max_ulp_bf16"))
-    shares = [share.where(difference != 0, 0.0) for share in shares]
-    worst = torch.stack(shares).amin(0)
-    return Measure(f"{key}, share of the limit", worst.max().item() if worst.numel() else 0.0, 1.0)
-
-
-def _bf16_steps(got: Tensor, expected: Tensor) -> Tensor:
-    """How many bf16 values lie between two tensors; infinite where `got` is not finite."""
-    ordered = []
-    for x in (got, expected):
-        bits = x.to(torch.bfloat16).view(torch.int16).int()
-        ordered.append(torch.where(bits < 0, -(bits & 0x7FFF), bits))
-    steps = (ordered[0] - ordered[1]).abs().double()
-    return steps.where(got.isfinite(), math.inf)
-
-
-def median_token(key: str, got: Tensor, expected: Tensor, tolerance: float) -> Measure:
-    """Median over the rows that are not zero of the relative error of a row (10 §13)."""
-    norm = expected.double().norm(dim=1)
-    error = (got.double() - expected.double()).norm(dim=1)[norm > 0] / norm[norm > 0]
-    if not error.isfinite().all():
-        return Measure(f"{key} median token", math.inf, tolerance)
-    return Measure(f"{key} median token", error.median().item(), tolerance)
 
 
 # Operators
@@ -281,10 +217,8 @@ def run_layer(case: Case) -> list[Measure]:
     tensors, meta = case.tensors, case.meta["config"]
     config, layout, index = PreviewConfig.from_json(meta), _layout(case), meta["layer_index"]
     prepared = prepare(config, layout, ParallelContext.single(), rotary_bands(config.head_dim), "cpu")
-    rope = torch.empty_like(prepared.rope_SR)
-    order = torch.arange(layout.tokens) if prepared.order_S is None else prepared.order_S
-    rope[order] = prepared.rope_SR
-    measures = [max_abs("mid.rope", rope, tensors["mid.rope"], 2e-6)]
+    order = prepared.order_S
+    measures = [max_abs("mid.rope", _packed_order(prepared.rope_SR, order), tensors["mid.rope"], 2e-6)]
     for mode, dtype in DTYPES.items():
         share = ParallelContext.single().share(config.moe.num_heads, config.moe.num_experts)
         table = preview_tensors(replace(config, params_dtype=dtype))
@@ -293,13 +227,16 @@ def run_layer(case: Case) -> list[Measure]:
         seen: dict[str, Tensor] = {}
         for name, branch in (("attn", layer.attention), ("mlp", layer.mlp)):
             branch.register_forward_hook(_record(seen, name))
-        streams = tensors["in.x"][order].to(dtype)
+        streams = (tensors["in.x"] if order is None else tensors["in.x"][order]).to(dtype, copy=True)
         layer(streams, prepared)
         for key, value in {**seen, "out.y": streams}.items():
-            unsorted = torch.empty_like(value)
-            unsorted[order] = value
-            measures += judge(case, f"{key}_{mode}", unsorted)
+            measures += judge(case, f"{key}_{mode}", _packed_order(value, order))
     return measures
+
+
+def _packed_order(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Undo the grouping by modality, which recordings do not show."""
+    return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)
 
 
 def _record(seen: dict[str, Tensor], name: str) -> Callable[..., None]:
@@ -315,14 +252,12 @@ def run_model(case: Case) -> list[Measure]:
     for mode, dtype in DTYPES.items():
         model = PreviewTransformer(config, compute_dtype=dtype)
         _fill(model, _weights(case.tensors))
-        layers: list[Tensor] = []
-        for layer in model.block.layers:
-            layer.register_forward_hook(lambda module, inputs, output: layers.append(inputs[0].clone()))
+        seen: dict[str, Tensor] = {}
+        model.post_adapter.register_forward_hook(_record(seen, "post"))
         measures += judge(case, f"out.y_{mode}", _forward(model, case))
         if mode == "f32" and "mid.layer_last_f32" in case.tensors:
-            last = torch.empty_like(layers[-1])
             order = model.prepare(_layout(case), "cpu").order_S
-            last[torch.arange(len(last)) if order is None else order] = layers[-1]
+            last = _packed_order(seen["mid.post_in"], order)
             measures.append(rel_l2("mid.layer_last_f32", last, case.tensors["mid.layer_last_f32"], 1e-5))
     return measures
 
