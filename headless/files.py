@@ -15,11 +15,12 @@ from ..stages.values import DecodedClip
 
 def read_image(name: str, folders: Folders) -> Tensor:
     """A picture of the input folder as IMAGE fp32 [1, H, W, 3]: orientation applied, alpha dropped (40 §1)."""
-    from ..magi2_core.codecs.picture import load_pictures
+    import numpy as np
+
+    from ..magi2_core.codecs.picture import read_picture
 
     path = resolve_inside(name.removesuffix(" [input]"), (folders.input,), "picture")
-    (pixels,) = load_pictures([path])
-    return torch.as_tensor(pixels).unsqueeze(0) / 255
+    return torch.from_numpy(np.array(read_picture(path))).unsqueeze(0) / 255
 
 
 def free_path(prefix: str, suffix: str, output: Path) -> Path:
@@ -36,6 +37,7 @@ def free_path(prefix: str, suffix: str, output: Path) -> Path:
 
 def write_video(clip: DecodedClip, path: Path) -> None:
     """Write frames and sound as mp4 (40 §7)."""
-    from ..magi2_core.codecs.media import write_mp4
+    from ..magi2_core.codecs import media
 
-    write_mp4(path, clip.frames, clip.fps, clip.waveform, clip.sample_rate)
+    sound = None if clip.waveform is None else media.Sound(clip.waveform, clip.sample_rate)
+    media.write_video(path, [clip.frames], clip.fps, sound)

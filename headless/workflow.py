@@ -20,8 +20,8 @@ def read_workflow(path: Path) -> Workflow:
         raise RequestError(f"The workflow {path} cannot be read: {error}.") from error
     if isinstance(content, dict) and isinstance(content.get("nodes"), list):
         raise RequestError(
-            f"{path.name} is a workflow for the page. Use its API twin ({path.stem}.api.json), or export one in ComfyUI"
-            " with Workflow > Export (API)."
+            f"{path.name} is a workflow for the page. Use its API twin, or export one in ComfyUI with"
+            " Workflow > Export (API)."
         )
     if isinstance(content, dict) and isinstance(content.get("prompt"), dict):
         content = content["prompt"]

@@ -99,13 +99,13 @@ def video(frames: torch.Tensor, audio: dict[str, Any] | None, fps: Fraction) -> 
     return InputImpl.VideoFromComponents(Types.VideoComponents(images=frames, audio=audio, frame_rate=fps))
 
 
-def missing_output(reason: str) -> Any:
-    """Fills an output that was not asked for: a node that uses it all the same fails with `reason`."""
+def missing_output() -> Any:
+    """Fills an output that was not asked for: nodes that are connected to it do not run."""
     try:
         from comfy_execution.graph_utils import ExecutionBlocker
     except ImportError:
         return None
-    return ExecutionBlocker(reason)
+    return ExecutionBlocker(None)
 
 
 def interrupted_check() -> None:

@@ -56,11 +56,9 @@ class Magi2Decode(io.ComfyNode):
             frames = image_from_frames(clip.frames)
         if clip.waveform is not None:
             sound = audio_from_waveform(clip.waveform, clip.sample_rate)
-        no_frames = missing_output("MAGI-2 Decode made no picture, because it was told: sound only.")
-        no_sound = missing_output("MAGI-2 Decode made no sound: it was told video only, or the latent has none.")
         return io.NodeOutput(
-            no_frames if frames is None else frames,
-            no_sound if sound is None else sound,
-            no_frames if frames is None else video(frames, sound, clip.fps),
+            missing_output() if frames is None else frames,
+            missing_output() if sound is None else sound,
+            missing_output() if frames is None else video(frames, sound, clip.fps),
             float(clip.fps),
         )

@@ -57,7 +57,7 @@ class Magi2Sampler(io.ComfyNode):
                     default=100,
                     min=1,
                     max=MOST_STEPS,
-                    tooltip="Denoising steps. The time grows with them; 100 is what the model was tuned for.",
+                    tooltip="Denoising steps. The time grows with them; 100 is the released setting.",
                 ),
                 io.Float.Input(
                     "video_guidance",

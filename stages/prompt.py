@@ -52,18 +52,15 @@ def condition_on_picture(conditioning: Conditioning, image: Tensor, *, events: E
 
 
 def picture_from_image(image: Tensor) -> Tensor:
-    """An IMAGE as uint8 [H, W, 3]: rounded, because its values need not be exact k/255 (40 §1). Alpha is dropped."""
-    if image.ndim == 3:
-        image = image.unsqueeze(0)
-    if image.ndim != 4 or image.shape[3] not in (1, 3, 4):
-        raise RequestError(f"The image has the shape {tuple(image.shape)}; it must be [1, height, width, 3].")
-    if image.shape[0] != 1:
-        raise RequestError(f"{image.shape[0]} pictures arrived in one batch; the model takes one picture.")
-    pixels = image[0, :, :, :3].float()
-    if not torch.isfinite(pixels).all():
-        raise RequestError("The image holds NaN or infinite values.")
-    pixels = pixels.clamp(0, 1).mul(255).round().to(torch.uint8).cpu()
-    return pixels.expand(-1, -1, 3).contiguous()
+    """An IMAGE with one picture as uint8 [H, W, 3] (40 §1)."""
+    import numpy as np
+
+    from ..magi2_core.codecs.picture import pictures_from_tensor
+
+    pictures = pictures_from_tensor(image)
+    if len(pictures) != 1:
+        raise RequestError(f"{len(pictures)} pictures arrived in one batch; the model takes one picture.")
+    return torch.from_numpy(np.array(pictures[0]))
 
 
 def sizes_at_tiers(picture: Tensor) -> dict[str, tuple[int, int]]:

@@ -155,7 +155,7 @@ def test_picture_values_are_rounded_and_clipped(graph: Graph) -> None:
     [
         (torch.rand(3, 8, 8, 3), "3 pictures"),
         (torch.rand(1, 8, 8, 2), "shape"),
-        (torch.full((1, 8, 8, 3), float("nan")), "NaN"),
+        (torch.full((1, 8, 8, 3), float("nan")), "not finite"),
         (torch.rand(1, 10, 4000, 3), "too long and narrow"),
     ],
 )

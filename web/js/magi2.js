@@ -1,0 +1,83 @@
+// The pack's part of the page: a status tab in the sidebar, three commands and two settings. Everything works without it.
+import { app } from "../../../scripts/app.js";
+import { api } from "../../../scripts/api.js";
+import { createPanel } from "./panel.mjs";
+import { texts } from "./texts.mjs";
+
+const DEFAULTS = { give_up: "when asked", idle_minutes: 0 };
+
+async function post(path, body = {}) {
+  const answer = await api.fetchApi(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+  });
+  const content = await answer.json().catch(() => ({}));
+  if (!answer.ok) {
+    const detail = content.error ?? `${path}: ${answer.status}`;
+    app.extensionManager?.toast?.add({ severity: "warn", summary: "MAGI-2", detail, life: 8000 });
+  }
+  return content;
+}
+
+// A setting is sent when the user changes it, and once at the start if it is not the default.
+function send(name) {
+  return (value, before) => {
+    if (before === undefined && value === DEFAULTS[name]) return;
+    post("/magi2/settings", { [name]: value });
+  };
+}
+
+function language() {
+  return app.extensionManager?.setting?.get("Comfy.Locale") ?? "en";
+}
+
+app.registerExtension({
+  name: "Magi2.Native",
+  settings: [
+    {
+      id: "Magi2.GiveUpMemory",
+      name: "Free the workers' memory for other models",
+      type: "combo",
+      options: ["never", "when asked", "always"],
+      defaultValue: DEFAULTS.give_up,
+      category: ["MAGI-2", "Workers", "GiveUpMemory"],
+      tooltip:
+        "never: only the MAGI-2 nodes and this panel free it. when asked: ComfyUI's Free Memory does. always: also any model that needs room.",
+      onChange: send("give_up"),
+    },
+    {
+      id: "Magi2.IdleMinutes",
+      name: "Stop idle workers after so many minutes (0: never)",
+      type: "number",
+      attrs: { min: 0, max: 1440, step: 1 },
+      defaultValue: DEFAULTS.idle_minutes,
+      category: ["MAGI-2", "Workers", "IdleMinutes"],
+      tooltip: "The next run starts them again and reads the weights anew.",
+      onChange: send("idle_minutes"),
+    },
+  ],
+  commands: [
+    { id: "Magi2.StartWorkers", label: "MAGI-2: start workers", function: () => post("/magi2/start") },
+    { id: "Magi2.UnloadWeights", label: "MAGI-2: unload weights", function: () => post("/magi2/unload") },
+    { id: "Magi2.StopWorkers", label: "MAGI-2: stop workers", function: () => post("/magi2/stop") },
+  ],
+  setup() {
+    let close = () => {};
+    app.extensionManager.registerSidebarTab({
+      id: "magi2",
+      icon: "pi pi-server",
+      title: "MAGI-2",
+      tooltip: "MAGI-2",
+      type: "custom",
+      render(element) {
+        close();
+        close = createPanel(element, { api, post, texts: texts(language()) });
+      },
+      destroy() {
+        close();
+        close = () => {};
+      },
+    });
+  },
+});
