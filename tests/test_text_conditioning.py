@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from magi2_native.magi2_core.conditioning.compact import normalise
 from magi2_native.magi2_core.conditioning.encode import encode_text
 from magi2_native.magi2_core.conditioning.features import FeatureCache
 from magi2_native.magi2_core.conditioning.markers import (
@@ -133,6 +134,13 @@ def test_prompts_in_every_script_reach_the_encoder_unchanged(encoder: Counting, 
     text = encode_text(encoder, prompt, "", [], Silent())
     assert text.prompt == prompt
     assert torch.isfinite(text.features_LD).all()
+
+
+@pytest.mark.parametrize("depth", [800, 100_000])
+def test_json_nested_beyond_reason_is_no_failure(depth: int) -> None:
+    prompt = '{"global_layer": ' + '{"a": ' * depth + "1" + "}" * depth + "}"
+    assert normalise(prompt) in (prompt, "")  # plain text where Python cannot go so deep
+    assert insert_marker("[" * depth) == "[" * depth + "reference_layer:The first frame refers to <Figure 1>"
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------

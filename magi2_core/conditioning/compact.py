@@ -23,7 +23,7 @@ def normalise(prompt: str) -> str:
         return prompt
     try:
         compact = _render(value)
-    except TypeError:  # a number where the renderer iterates: the prompt is used as it is (30 §6, step 3)
+    except (TypeError, RecursionError):  # a number where the renderer iterates: used as it is (30 §6, step 3)
         return prompt
     return prompt if compact is None else compact
 

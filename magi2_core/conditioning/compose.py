@@ -155,7 +155,7 @@ def _segments(text: str) -> list[_Segment]:
             _Segment(round(SECONDS * i / len(lines), 1), round(SECONDS * (i + 1) / len(lines), 1), line)
             for i, line in enumerate(lines)
         ]
-    segments = []
+    segments: list[_Segment] = []
     for line, match in zip(lines, timed, strict=True):
         if match is None:
             raise RequestError(

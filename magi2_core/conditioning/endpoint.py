@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,11 +31,14 @@ VARIABLES = {
     "timeout": "MAGI2_ENHANCE_TIMEOUT",
 }
 STAGE = "enhance prompt"
+CONNECTION_LOST = "connection lost"
 
 _RETRIES = 2  # the library's own default: connection errors, 408, 409, 429 and 5xx, with back-off (30 §10)
 _LIMIT_IN_TIMEOUTS = 5  # an answer that keeps trickling in is given up after this many times the time-out
 _POLL_SECONDS = 0.1
 _LONGEST_ANSWER = 1_000_000
+# By name, since older versions of the client let the transport's own errors through.
+_LOST_CONNECTION = ("APIConnectionError", "RemoteProtocolError", "ReadError")
 _USUAL_ANSWER = 8000  # characters of a caption, for the progress bar
 
 
@@ -67,7 +71,7 @@ class Endpoint:
                 f"The enhancement key holds a space or another character that no key has; set {VARIABLES['api_key']}"
                 " again."
             )
-        if not self.timeout > 0:
+        if not 0 < self.timeout < math.inf:
             raise RequestError(f"The enhancement time-out is {self.timeout} seconds; it must be above 0.")
 
     @property
@@ -89,7 +93,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Answer:
-    """The text of the first choice, and why it ended ("length" if it was cut off)."""
+    """The text of the first choice, and why it ended: "length" if it was cut off, or CONNECTION_LOST."""
 
     text: str
     finish_reason: str | None
@@ -239,17 +243,24 @@ async def _converse(endpoint: Endpoint, request: dict[str, Any], received: list[
 
 
 async def _read_stream(stream: Any, received: list[int]) -> Answer | _Failure:
+    """Collect a streamed answer; what came before a lost connection counts as an answer that was cut off."""
     parts: list[str] = []
     finish = None
-    async for chunk in stream:
-        if not chunk.choices:
-            continue
-        choice = chunk.choices[0]
-        parts.append((choice.delta.content if choice.delta else None) or "")
-        received[0] += len(parts[-1])
-        finish = choice.finish_reason or finish
-        if received[0] > _LONGEST_ANSWER:
-            return _Failure(f"The answer is longer than {_LONGEST_ANSWER} characters; no caption is.")
+    try:
+        async with stream:
+            async for chunk in stream:
+                if not chunk.choices:
+                    continue
+                choice = chunk.choices[0]
+                parts.append((choice.delta.content if choice.delta else None) or "")
+                received[0] += len(parts[-1])
+                finish = choice.finish_reason or finish
+                if received[0] > _LONGEST_ANSWER:
+                    return _Failure(f"The answer is longer than {_LONGEST_ANSWER} characters; no caption is.")
+    except Exception as error:
+        if type(error).__name__ not in _LOST_CONNECTION:
+            raise
+        finish = CONNECTION_LOST
     return Answer("".join(parts), finish)
 
 

@@ -21,7 +21,7 @@ from ..errors import MissingDependencyError, RequestError
 from ..events import Events
 from .caption_answer import PROMPT_PLACE, AnswerError, caption_request, find_caption
 from .captions import Task, caption_problems, response_schema
-from .endpoint import Answer, Endpoint, EndpointError, ask
+from .endpoint import CONNECTION_LOST, Answer, Endpoint, EndpointError, ask
 from .markdown import render_markdown
 from .prompt import check_text
 from .user_texts import read_text, text_file
@@ -35,6 +35,10 @@ INSTRUCTION_FILES: dict[Task, str] = {"t2v": "enhance_t2v.md", "i2v": "enhance_i
 
 _SHOWN_PROBLEMS = 20
 _KEPT_CAPTIONS = 64
+_CUT_OFF = {
+    "length": " and was cut off at the token limit",
+    CONNECTION_LOST: " and was cut off by a lost connection",
+}
 _SCHEMA_WORDS = ("response_format", "json_schema", "schema", "grammar", "structured")
 
 
@@ -202,10 +206,12 @@ def _judge(task: Task, answer: Answer) -> tuple[dict[str, Any] | None, list[str]
     try:
         caption = find_caption(task, answer.text)
     except AnswerError as error:
-        cut = " and was cut off at the token limit" if answer.finish_reason == "length" else ""
-        return None, [f"{error}{cut}"]
-    if not render_markdown(caption):
-        return None, ["all fields of the caption are empty"]
+        return None, [f"{error}{_CUT_OFF.get(answer.finish_reason or '', '')}"]
+    try:
+        if not render_markdown(caption):
+            return None, ["all fields of the caption are empty"]
+    except RecursionError:
+        return None, ["the caption is nested too deeply"]
     return caption, caption_problems(task, caption)[:_SHOWN_PROBLEMS]
 
 

@@ -29,12 +29,11 @@ def insert_marker(prompt: str) -> str:
     """
     try:
         caption = json.loads(prompt)
+        if isinstance(caption, dict):
+            return json.dumps({**caption, "reference_layer": [REFERENCE_SENTENCE]}, ensure_ascii=False)
     except (ValueError, RecursionError):
-        caption = None
-    if not isinstance(caption, dict):
-        return f"{prompt}reference_layer:{REFERENCE_SENTENCE}"
-    caption["reference_layer"] = [REFERENCE_SENTENCE]
-    return json.dumps(caption, ensure_ascii=False)
+        pass
+    return f"{prompt}reference_layer:{REFERENCE_SENTENCE}"
 
 
 def parse_pictures(argument: Any) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class _Qwen:
 
     def __init__(self, text_config: Any) -> None:
         config_class, self._layer_class, rotary_class = _import_qwen()
-        self._config = config_class(**text_config, attn_implementation="sdpa")
+        self._config = config_class(**{**text_config, "attn_implementation": "sdpa"})
         self._rotary = rotary_class(self._config)
 
     def layer(self, index: int) -> nn.Module:

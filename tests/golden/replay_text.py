@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from magi2_native.magi2_core.checkpoint.index import open_folder
 from magi2_native.magi2_core.conditioning.caption_answer import caption_request, read_answer
 from magi2_native.magi2_core.conditioning.captions import CAPTIONS, Task, response_schema
 from magi2_native.magi2_core.conditioning.compact import normalise, render_compact
@@ -34,6 +35,7 @@ from magi2_native.magi2_core.conditioning.tokenizer import PromptTokenizer, Toke
 from magi2_native.magi2_core.errors import RequestError
 from magi2_native.magi2_core.events import Silent
 from PIL import Image
+from safetensors import safe_open
 from torch import Tensor
 
 from .replay import Case, Measure, equal, rel_l2
@@ -249,11 +251,8 @@ def _states(case: Case, prompt: str, encoder: TextEncoder, skips: list[int]) -> 
 
 def _final_norm(folder: Path, x_LD: Tensor) -> Tensor:
     """The norm above the last layer, which the product never applies (30 §4.3: 1 + weight)."""
-    from safetensors import safe_open
-
     key = "model.language_model.norm.weight"
-    files = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
-    with safe_open(folder / files[key], "pt") as file:
+    with safe_open(open_folder(folder)[key].file, "pt") as file:
         weight_D = file.get_tensor(key).float()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["text_config"]
     return x_LD * torch.rsqrt(x_LD.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]) * (1 + weight_D)
