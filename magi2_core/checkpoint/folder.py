@@ -76,6 +76,10 @@ class CheckpointFolder:
         """Architecture of the video decoder; BadFileError if its JSON is broken."""
         return _read_config(self.root / TURBO / TURBO_CONFIG, TurboConfig.from_json)
 
+    def wan_config(self) -> WanEncoderConfig:
+        """Widths of the picture encoder, read off its tensors: it has no configuration file."""
+        return _wan_config(_legacy_or_converted(self.root / WAN / WAN_FILE)[0])
+
     def oobleck_config(self) -> OobleckConfig:
         """Architecture of the sound decoder; BadFileError if its JSON is broken."""
         return _read_config(self.root / STABLE_AUDIO / "model_config.json", OobleckConfig.from_json)
