@@ -221,6 +221,29 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     return x
 
 
+def broadcast(x: Tensor, group: Group) -> Tensor:
+    """Overwrite `x` with the first rank's; it has one shape and dtype on all ranks of the group."""
+    _check_dtype(x, "x")
+    if group is not None and x.numel():
+        dist.broadcast(x, dist.get_global_rank(group, 0), group=group)
+    return x
+
+
+def send(x: Tensor, to: int, group: Group, device: torch.device) -> None:
+    """Send a tensor to rank `to` of the group, which calls `receive` for it; it travels by way of `device`."""
+    assert group is not None
+    _check_dtype(x, "x")
+    dist.send(x.to(device).contiguous(), dist.get_global_rank(group, to), group=group)
+
+
+def receive(shape: Sequence[int], dtype: torch.dtype, source: int, group: Group, device: torch.device) -> Tensor:
+    """The tensor that rank `source` of the group sends, on the CPU; it travels by way of `device`."""
+    assert group is not None
+    x = torch.empty(*shape, dtype=dtype, device=device)
+    dist.recv(x, dist.get_global_rank(group, source), group=group)
+    return x.cpu()
+
+
 def _exchange_heads(tensors_SHd: list[Tensor], split: TokenSplit, group: Group) -> tuple[Tensor, ...]:
     """One all-to-all that scatters the heads of several tensors, side by side on the head axis."""
     tokens, _, width = tensors_SHd[0].shape

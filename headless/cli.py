@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed.layout import LayoutError
+from ..distributed.pool import PoolError
 from ..magi2_core.errors import Magi2Error
 from ..magi2_core.sampling.guidance import GuidanceSettings
 from .terminal import JsonEvents, TerminalEvents, write_json
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except KeyboardInterrupt:
         return _failed("Interrupted; nothing was written.", as_json, INTERRUPTED)
-    except (Magi2Error, LayoutError) as error:
+    except (Magi2Error, LayoutError, PoolError) as error:
         return _failed(str(error), as_json, 1)
 
 
@@ -47,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="magi2", description="MAGI-2 Preview: ten seconds of video with sound.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_run(commands)
+    _add_queue(commands)
     _add_inspect(commands)
     _add_convert(commands)
     _add_miniature(commands)
@@ -148,8 +151,69 @@ def devices(names: str | None, workers: int | None) -> list[str] | None:
     if listed == ["cpu"]:
         return ["cpu"] * workers
     if workers > len(listed):
-        raise RequestError(f"{workers} workers are asked for, but there are {len(listed)} devices: {', '.join(listed)}.")
+        raise RequestError(f"{workers} workers are asked for, but {len(listed)} devices are there: {', '.join(listed)}.")
     return listed[:workers]
+
+
+def _add_run(commands: Any) -> None:
+    command = commands.add_parser("run", help="run an API workflow of MAGI-2 nodes without ComfyUI")
+    command.set_defaults(run=_run)
+    add = command.add_argument
+    add("workflow", type=Path, help="an API workflow, such as workflows/api/text_to_clip.json")
+    add("--models", type=Path, required=True, help="the folder that holds checkpoint folders, as models/magi2 does")
+    add("--input", type=Path, default=Path("input"), help="where LoadImage looks")
+    add("--output", type=Path, default=Path("output"), help="where files are written")
+    _add_workflow_options(command)
+
+
+def _add_queue(commands: Any) -> None:
+    command = commands.add_parser("queue", help="run an API workflow on a ComfyUI server and download the results")
+    command.set_defaults(run=_queue)
+    add = command.add_argument
+    add("workflow", type=Path, help="an API workflow, such as workflows/api/text_to_clip.json")
+    add("--server", default="http://127.0.0.1:8188", help="the server's address")
+    add("--output", type=Path, default=Path("output"), help="where the results go")
+    _add_workflow_options(command)
+
+
+def _add_workflow_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--set", action="append", default=[], metavar="NODE.INPUT=VALUE", dest="assignments",
+                         help="change an input; the node by id, title or class; may be repeated")
+    command.add_argument("--json", action="store_true", help="progress and result as JSON lines on stdout")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from ..stages.folders import Folders
+    from .run import check_workflow, run_workflow
+    from .workflow import read_workflow, set_inputs
+
+    workflow = read_workflow(options.workflow)
+    set_inputs(workflow, options.assignments)
+    check_workflow(workflow)
+    folders = Folders((options.models.absolute(),), options.output.absolute(), options.input.absolute())
+    with JsonEvents() if options.json else TerminalEvents() as events:
+        written = run_workflow(workflow, folders, events)
+    return _written(written, options.json)
+
+
+def _queue(options: argparse.Namespace) -> int:
+    from .queue import queue_workflow
+    from .workflow import read_workflow, set_inputs
+
+    workflow = read_workflow(options.workflow)
+    set_inputs(workflow, options.assignments)
+    with JsonEvents() if options.json else TerminalEvents() as events:
+        written = queue_workflow(workflow, options.server, options.output, events, files_near=options.workflow.parent)
+    return _written(written, options.json)
+
+
+def _written(files: Sequence[Path], as_json: bool) -> int:
+    for file in files:
+        if as_json:
+            write_json({"event": "result", "path": str(file)})
+        else:
+            print(file)
+    return 0
 
 
 def _add_inspect(commands: Any) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from ..magi2_core.codecs.media import check_output_path
-from ..magi2_core.codecs.picture import load_pictures
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..magi2_core.codecs.media import check_output_path, read_back
+from ..magi2_core.codecs.picture import read_picture
 from ..magi2_core.conditioning.negative import default_negative_prompt
 from ..magi2_core.errors import RequestError
 from ..magi2_core.events import Events
 from ..magi2_core.sampling.denoise import SamplingSettings
-from ..magi2_core.sampling.geometry import check_size, orient, reference_size, tier
+from ..magi2_core.sampling.geometry import PREVIEW_FPS, orient, reference_size, tier
 from ..magi2_core.sampling.noise import check_seed
 from .session import Session
 
@@ -62,7 +67,6 @@ def check_request(request: ClipRequest) -> tuple[int, int]:
         raise RequestError("The prompt is empty; describe what the clip should show and sound like.")
     check_seed(request.seed)
     width, height = orient(tier(request.resolution).preview, request.orientation)
-    check_size(width, height)
     check_output_path(request.output)
     return width, height
 
@@ -70,7 +74,7 @@ def check_request(request: ClipRequest) -> tuple[int, int]:
 def generate(request: ClipRequest, session: Session, events: Events) -> Clip:
     """Make one clip. Nothing is left under the final name if it fails or is cancelled."""
     width, height = check_request(request)
-    pictures = load_pictures(request.images)
+    pictures = [_pixels(path) for path in request.images]
     for picture in pictures:
         reference_size(picture.shape[1], picture.shape[0], width, height)
     seconds: dict[str, float] = {}
@@ -91,6 +95,13 @@ def generate(request: ClipRequest, session: Session, events: Events) -> Clip:
                  image_latents=images, width=width, height=height, seed=request.seed,
                  noise_device=request.noise_device, steps=request.settings.steps, shift=request.settings.shift,
                  guidance=asdict(request.settings.guidance))
-    clip = run("write_clip", video=latent["video"], audio=latent["audio"], path=str(request.output), crf=request.crf)
-    return Clip(request.output, clip["frames"], clip["width"], clip["height"], clip["fps"], clip["samples"],
-                clip["sample_rate"], request.seed, text["tokens"], text["truncated"], tuple(text["warnings"]), seconds)
+    sound = run("decode_audio", audio=latent["audio"])
+    run("write_clip", video=latent["video"], waveform=sound["waveform"], sample_rate=sound["sample_rate"],
+               path=str(request.output.absolute()), crf=request.crf, fps=str(Fraction(PREVIEW_FPS)))
+    facts = read_back(request.output)
+    return Clip(request.output, facts.frames, facts.width, facts.height, str(facts.frame_rate), facts.samples,
+                facts.sample_rate, request.seed, text["tokens"], text["truncated"], tuple(text["warnings"]), seconds)
+
+
+def _pixels(path: Path) -> Tensor:
+    return torch.from_numpy(np.array(read_picture(path)))

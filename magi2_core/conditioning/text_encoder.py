@@ -27,7 +27,7 @@ from .tokenizer import SPLIT_CLASS, TOKEN_LIMIT, PromptTokenizer
 logger = logging.getLogger("magi2")
 
 OLDEST_TRANSFORMERS = (5, 2)
-STAGE = "encode text"
+STAGE = "encode_text"
 
 
 class TextEncoder:
@@ -75,7 +75,7 @@ class TextEncoder:
             for index in range(self.layers):
                 events.check()
                 loaded.append(self._read_layer(reader, index))
-                events.progress("load text encoder", index + 1, self.layers)
+                events.progress("load", index + 1, self.layers)
         self._resident = loaded
 
     def release(self) -> None:

@@ -55,3 +55,11 @@ def host_memory() -> int:
         if text.isdigit():
             total = min(total, int(text))
     return total
+
+
+def working_budget(device: torch.device) -> int:
+    """Bytes that a stage may use for activations: most of what is free on a GPU, a fixed 1 GiB on the host."""
+    if device.type != "cuda":
+        return 1 << 30
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(0.8 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)))

@@ -1,0 +1,329 @@
+"""Every stage of a clip on one rank: load, encode, sample, decode, write, release.
+
+All ranks of a replica run the same call at the same time. What needs one rank only (text, picture, sound, files) runs
+on the first; the others return at once. Arguments and results are builtins and CPU tensors, because they cross process
+boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.exchange import ParallelContext, broadcast, gather_tokens, receive, send
+from ..distributed.layout import TokenSplit
+from .checkpoint.folder import TEXT_ENCODER, CheckpointFolder
+from .checkpoint.loader import load_module
+from .checkpoint.network import Network
+from .codecs.frames import to_uint8
+from .codecs.media import Sound, write_video
+from .codecs.oobleck_decoder import OobleckDecoder
+from .codecs.picture import prepare_picture, stack_pictures
+from .codecs.resample import to_real_time
+from .codecs.turbo_decoder import TurboDecoder
+from .codecs.turbo_tiles import plan_tiles
+from .codecs.turbo_windows import decode_window, divide_windows, gather_blocks, plan_windows
+from .codecs.wan_encoder import WanEncoder, encode_picture
+from .conditioning.encode import encode_text
+from .conditioning.features import FeatureCache
+from .conditioning.text_encoder import TextEncoder
+from .dit.model import PreviewTransformer
+from .errors import RequestError
+from .events import Events, Silent
+from .memory.machine import working_budget
+from .memory.plan import Plan
+from .sampling.denoise import Evaluate, SamplingSettings, denoise
+from .sampling.geometry import clip_lengths, decoded_frames, latent_grid
+from .sampling.guidance import GuidanceSettings
+from .sampling.noise import clip_noise, noise_generator
+from .sampling.packing import Conditions, pack_request, pack_tokens, unpack
+
+Result = dict[str, Any]
+STAGES = ("text_encoder", "image_encoder", "preview", "refiner", "video_decoder", "audio_decoder")
+
+
+def make_engine(plan: Mapping[str, Any], parallel: ParallelContext | None = None) -> Engine:
+    """Build the engine of one rank from a plan's builtins; nothing is loaded yet."""
+    return Engine(Plan.from_dict(plan), parallel or ParallelContext.single())
+
+
+class Engine:
+    """One rank's networks, each loaded when first needed and kept or swapped as the plan says."""
+
+    def __init__(self, plan: Plan, parallel: ParallelContext) -> None:
+        self.plan = plan
+        self.parallel = parallel
+        self.replica_rank = parallel.rank % parallel.layout.replica
+        self.device = torch.device(plan.devices[parallel.rank])
+        self.folder = CheckpointFolder(plan.checkpoint)
+        self.config = self.folder.preview_config()
+        self._loaded: dict[str, Any] = {}
+        self._text_features = FeatureCache()
+        self._calls: dict[str, Callable[..., Result]] = {
+            "load": self.load,
+            "release": self.release,
+            "encode_text": self.encode_text,
+            "encode_image": self.encode_image,
+            "sample": self.sample,
+            "decode_video": self.decode_video,
+            "decode_audio": self.decode_audio,
+            "write_clip": self.write_clip,
+        }
+        self._makers: dict[str, Callable[[Events], Any]] = {
+            "text_encoder": self._open_text_encoder,
+            "image_encoder": self._load_image_encoder,
+            "preview": self._load_preview,
+            "video_decoder": self._load_video_decoder,
+            "audio_decoder": self._load_audio_decoder,
+        }
+
+    def run(self, call: str, arguments: Mapping[str, Any], events: Events) -> Result:
+        """Run one call by name; what `events.check` raises passes through. RequestError for an unknown call."""
+        if call not in self._calls:
+            raise RequestError(f"The engine has no call {call!r}; it has {', '.join(self._calls)}.")
+        with torch.inference_mode():
+            return self._calls[call](events, **arguments)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of its replica, the one that does what needs one rank only."""
+        return self.replica_rank == 0
+
+    # ---- what is on the device
+
+    def load(self, events: Events, *, stages: Sequence[str]) -> Result:
+        """Load stages ahead of their first use."""
+        for stage in _known(stages):
+            self._stage(stage, events)
+        return {}
+
+    def release(self, events: Events, *, stages: Sequence[str]) -> Result:
+        """Let go of stages and give their memory back to the device; encoded prompts are kept."""
+        for stage in _known(stages):
+            self._loaded.pop(stage, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {}
+
+    def _stage(self, stage: str, events: Events) -> Any:
+        """The network of a stage, loaded if it is not there; under "swap" the others leave first."""
+        if stage not in self._loaded:
+            if self.plan.residency == "swap":
+                self.release(events, stages=[other for other in self._loaded if other != stage])
+            self._loaded[stage] = self._makers[stage](events)
+        return self._loaded[stage]
+
+    def _filled(self, build: Callable[[], nn.Module], network: Network, events: Events, **load: Any) -> Any:
+        with torch.device("meta"):
+            module = build()
+        load_module(module, network, device=self.device, events=events, **load)
+        return module.eval()
+
+    def _open_text_encoder(self, events: Events) -> TextEncoder:
+        # its layers come from the disk for each new prompt: 50 GB that are needed once have no place beside the model
+        folder = self.folder.root / TEXT_ENCODER
+        return TextEncoder(folder, width=self.config.text_in_channels, device=self.device)
+
+    def _load_image_encoder(self, events: Events) -> WanEncoder:
+        network = self.folder.wan_encoder()
+        encoder = self._filled(lambda: WanEncoder(self.folder.wan_config()), network, events)
+        encoder.keep_one_frame()
+        return encoder
+
+    def _load_preview(self, events: Events) -> PreviewTransformer:
+        def build() -> PreviewTransformer:
+            return PreviewTransformer(self.config, self.parallel, compute_dtype=self.plan.compute_dtype)
+
+        share = self.parallel.share(self.config.moe.num_heads, self.config.moe.num_experts)
+        return self._filled(build, self.folder.preview(), events, share=share)
+
+    def _load_video_decoder(self, events: Events) -> TurboDecoder:
+        # bfloat16 whatever the transformer's dtype: that is what the decoder was made with (40 §4.5)
+        config = self.folder.turbo_config()
+        return self._filled(lambda: TurboDecoder(config).to(torch.bfloat16), self.folder.turbo_decoder(), events)
+
+    def _load_audio_decoder(self, events: Events) -> OobleckDecoder:
+        config = self.folder.oobleck_config()
+        decoder = self._filled(lambda: OobleckDecoder(config), self.folder.oobleck_decoder(), events)
+        decoder.fold()
+        return decoder
+
+    # ---- conditioning
+
+    def encode_text(self, events: Events, *, prompt: str, negative_prompt: str, figures: Sequence[int]) -> Result:
+        """Both prompts to features [L, 5120] bf16, and one marker vector for each picture number (30)."""
+        if not self.leads:
+            return {}
+        encoder = self._stage("text_encoder", events)
+        text = encode_text(encoder, prompt, negative_prompt, figures, events, cache=self._text_features)
+        return {
+            "features": text.features_LD,
+            "null_features": text.null_features_LD,
+            "markers": text.markers_MD,
+            "prompt": text.prompt,
+            "tokens": text.tokens,
+            "truncated": text.truncated,
+            "warnings": list(text.warnings),
+        }
+
+    def encode_image(self, events: Events, *, pictures: Sequence[Tensor], width: int, height: int) -> Result:
+        """Pictures uint8 [H, W, 3] to latents [M, 48, h, w] fp32 for a clip of width x height (40 §1)."""
+        if not self.leads:
+            return {}
+        from PIL import Image
+
+        pixels = [prepare_picture(Image.fromarray(each.numpy()), width, height) for each in pictures]
+        encoder = self._stage("image_encoder", events)
+        latents = []
+        for done, picture in enumerate(pixels, 1):
+            events.check()
+            latents.append(encode_picture(encoder, picture).cpu())
+            events.progress("encode_image", done, len(pixels))
+        return {"latents": stack_pictures(latents)[0, :, :, 0].contiguous()}
+
+    # ---- sampling
+
+    def sample(
+        self,
+        events: Events,
+        *,
+        features: Tensor,
+        null_features: Tensor,
+        markers: Tensor,
+        image_latents: Tensor | None,
+        width: int,
+        height: int,
+        seed: int,
+        noise_device: str,
+        steps: int,
+        shift: float,
+        guidance: Mapping[str, Any],
+    ) -> Result:
+        """Noise to latents: video [48, T, H, W] and audio [L, 64], fp32 (20)."""
+        settings = SamplingSettings(steps, shift, GuidanceSettings(**guidance))
+        grid, audio_length = latent_grid(width, height), clip_lengths()[1]
+        conditional = Conditions(features, image_latents, markers if image_latents is not None else None)
+        unconditional = Conditions(
+            null_features if settings.guidance.use_negative_prompt else features[:0],
+            conditional.images_MChw,
+            conditional.markers_MD,
+        )
+        if not settings.guidance.use_ref_for_uncond:
+            unconditional = unconditional.without_picture_content()
+        model = self._stage("preview", events)
+        video, audio = self._noise(seed, noise_device, grid, audio_length)
+        evaluate = self._evaluator(model, grid, audio_length, [conditional, unconditional], events)
+        events.progress("sample", 0, steps)
+        video, audio = denoise(settings, video, audio, evaluate, events)
+        return {"video": video[0].cpu(), "audio": audio[0].cpu()}
+
+    def _noise(self, seed: int, noise_device: str, grid: tuple[int, int, int], audio_length: int) -> tuple[Tensor, ...]:
+        """The clip's noise on this rank's device: drawn by every rank on the CPU, which gives all the same numbers, or
+        by the first rank on its GPU and sent to the others (20 §2)."""
+        device = noise_device if noise_device == "cpu" else str(self.device)
+        channels = self.config.video_in_channels, self.config.audio_in_channels
+        noise = clip_noise(noise_generator(seed, device), grid, audio_length, *channels)
+        noise = tuple(part.to(self.device) for part in noise)
+        if noise_device != "cpu":
+            for part in noise:
+                broadcast(part, self.parallel.replica_group)
+        return noise
+
+    def _evaluator(
+        self, model: PreviewTransformer, grid: tuple[int, int, int], audio_length: int,
+        branches: Sequence[Conditions], events: Events,
+    ) -> Evaluate:  # fmt: skip
+        """The model as a function of latents and time: both branches in one forward, or one on each cfg group."""
+        split = TokenSplit.even(2, self.parallel.layout.cfg, self.parallel.position.cfg)
+        branches = branches[split.rows]
+        request = pack_request(grid, audio_length, branches, self.device)
+        prepared = model.prepare(request.layout, self.device)
+        channels = self.config.video_in_channels, self.config.audio_in_channels
+
+        def evaluate(video: Tensor, audio: Tensor, time: float) -> tuple[Tensor, Tensor]:
+            velocity_TC = model(prepared, pack_tokens(request, video, audio, time), events)
+            own_video, own_audio = unpack(velocity_TC, request, *channels)
+            group = self.parallel.cfg_group
+            return gather_tokens(own_video, split, group), gather_tokens(own_audio, split, group)
+
+        return evaluate
+
+    # ---- decoding
+
+    def decode_video(self, events: Events, *, video: Tensor) -> Result:
+        """A latent [48, T, H, W] to frames uint8 [F, 16H, 16W, 3] (40 §4)."""
+        blocks = self._frame_blocks(video, events)
+        if not self.leads:
+            return {}
+        return {"frames": gather_blocks(blocks, decoded_frames(video.shape[1]))}
+
+    def _frame_blocks(self, video: Tensor, events: Events) -> Iterator[Tensor]:
+        """Finished frames uint8 [t, H, W, 3] in time order, on the first rank.
+
+        The windows of the clip divide over the ranks, which changes no value (40 §4.6). Every rank passes the same
+        check points, one before each window, so that all stop at the same one.
+        """
+        decoder = self._stage("video_decoder", events)
+        z = video[None].to(self.device, torch.bfloat16)
+        frames, height, width = video.shape[1:]
+        windows = plan_windows(frames, decoder.config)
+        owners = _owners(divide_windows(windows, self.parallel.layout.replica))
+        tiles = plan_tiles(decoder.config, height, width, working_budget(self.device), torch.bfloat16)
+        scale, group = decoder.config.spatial_ratio, self.parallel.replica_group
+
+        def blocks() -> Iterator[Tensor]:
+            for index, window in enumerate(windows):
+                events.check()
+                if owners[index] == self.replica_rank:
+                    inner = events if group is None else Silent()
+                    block = decode_window(decoder, z, window, to_uint8, tiles, inner)
+                    if not self.leads:
+                        send(block, 0, group, self.device)
+                elif self.leads:
+                    shape = (window.frames, scale * height, scale * width, 3)
+                    block = receive(shape, torch.uint8, owners[index], group, self.device)
+                if self.leads:
+                    yield block
+                    events.progress("decode_video", index + 1, len(windows))
+
+        if self.leads:
+            return blocks()
+        for _ in blocks():
+            pass
+        return iter(())
+
+    def decode_audio(self, events: Events, *, audio: Tensor) -> Result:
+        """A latent [L, 64] to a waveform [2, samples] fp32 at 44100 Hz (40 §5)."""
+        if not self.leads:
+            return {}
+        decoder = self._stage("audio_decoder", events)
+        events.check()
+        wave = decoder(audio.T[None].to(self.device, torch.float32))[0]
+        events.progress("decode_audio", 1, 1)
+        return {"waveform": to_real_time(wave).cpu(), "sample_rate": decoder.config.sample_rate}
+
+    def write_clip(
+        self, events: Events, *, video: Tensor, waveform: Tensor, sample_rate: int, path: str, crf: int, fps: str
+    ) -> Result:
+        """Decode a latent [48, T, H, W] straight into an mp4 file with its sound: one window of frames is in memory at
+        a time (40 §7). Nothing is left under the final name if it fails or is cancelled.
+        """
+        blocks = self._frame_blocks(video, events)
+        if self.leads:
+            write_video(path, blocks, Fraction(fps), Sound(waveform, sample_rate), crf)
+        return {}
+
+
+def _known(stages: Sequence[str]) -> Sequence[str]:
+    if unknown := [stage for stage in stages if stage not in STAGES]:
+        raise RequestError(f"There is no stage {unknown[0]!r}; the stages are {', '.join(STAGES)}.")
+    return stages
+
+
+def _owners(shares: Sequence[Sequence[int]]) -> list[int]:
+    """The rank that decodes each window, out of the windows that each rank decodes."""
+    return [rank for _, rank in sorted((index, rank) for rank, share in enumerate(shares) for index in share)]
