@@ -13,7 +13,7 @@ Reading the request, choosing the number and passing a check point all happen un
 the chosen number, none can pass it later, and each rank gets there, because the ranks stop nowhere else and all
 collectives before that number are complete on every rank. No collective is added, and no bound is assumed on how far
 one rank runs ahead of another, as happens where a stage works on one rank only. A check costs two system calls,
-about two microseconds.
+a few microseconds.
 
 Over several hosts, which share no memory, rank 0 broadcasts the request at each check point.
 """

@@ -38,6 +38,7 @@ def main(
     of `agreement`, the file that holds what a crash leaves, and on rank 0 of several the rendezvous's listening socket.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops the job
+    sys.argv = ["magi2-worker"]
     register_package(root)
     try:
         importlib.import_module(f"{PACKAGE}.distributed.orphan").arm(life.fileno(), parent)

@@ -73,7 +73,11 @@ class Packed:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Tensor):
-            place = self._store(value.nbytes, _blocks(value, where))
+            if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+                raise TransportError(
+                    f"{where.lstrip('.')} is a {value.layout} tensor on {value.device}; only dense tensors can cross."
+                )
+            place = self._store(value.nbytes, _blocks(value))
             return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), *place]}
         if isinstance(value, (bytes, bytearray)):
             return {"$bytes": self._store(len(value), [memoryview(value)])}
@@ -116,12 +120,8 @@ class Packed:
                     ) from error
 
 
-def _blocks(tensor: Tensor, where: str) -> Iterator[memoryview]:
+def _blocks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, in C order; from a device block by block, so that the host holds no second copy."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise TransportError(
-            f"{where.lstrip('.')} is a {tensor.layout} tensor on {tensor.device}; only dense tensors can cross."
-        )
     if tensor.numel():
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         step = flat.numel() if flat.device.type == "cpu" else _COPY_BYTES

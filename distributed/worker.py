@@ -81,7 +81,7 @@ class RankEvents:
         self._send({"kind": "log", "job": self._job, "level": "INFO", "text": text, "for_user": self._speaks})
 
     def check(self) -> None:
-        """Return, or raise Stopped on every rank at the same check point (agreement.py); about two microseconds."""
+        """Return, or raise Stopped on every rank at the same check point (agreement.py); a few microseconds."""
         if not self._agreement.passes(self._job):
             raise Stopped
         self.checks += 1
