@@ -74,6 +74,8 @@ def _add_generate(commands: Any) -> None:
     add("--shift", type=float, default=7.0, help="how much of the schedule is spent at high noise")
     add("--noise-device", default="cpu", choices=["cpu", "cuda"],
         help="cpu: the same noise on every machine; cuda: the reference's, which depends on the GPU model")
+    add("--refiner-steps", type=int, default=5, help="steps of the second stage, which 1080p takes")
+    add("--output-size", type=size, help="rescale the finished frames, such as 1920x1080")
     add("--crf", type=int, default=10, help="H.264 quality, 0 best to 51 worst")
     guidance = command.add_argument_group("guidance")
     for field in fields(GuidanceSettings):
@@ -89,11 +91,14 @@ def _add_generate(commands: Any) -> None:
     machine.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     machine.add_argument("--residency", default="auto", choices=["auto", "keep", "swap"],
                          help="swap: one network on a device at a time")
+    machine.add_argument("--refiner-residual", default="float32", choices=["float32", "bfloat16"],
+                         help="bfloat16 saves memory in the second stage and loses some precision")
     add("--json", action="store_true", help="progress and result as JSON lines on stdout")
 
 
 def _generate(options: argparse.Namespace) -> int:
     from ..magi2_core.memory.plan import make_plan
+    from ..magi2_core.refiner.stage import RefinerSettings
     from ..magi2_core.sampling.denoise import SamplingSettings
     from .generate import ClipRequest, check_request, generate
     from .session import open_session
@@ -103,11 +108,12 @@ def _generate(options: argparse.Namespace) -> int:
         prompt=read_prompt(options.prompt, options.prompt_file), output=options.output,
         negative_prompt=options.negative_prompt, images=options.image, resolution=options.resolution,
         orientation=options.orientation, seed=options.seed, noise_device=options.noise_device,
-        settings=SamplingSettings(options.steps, options.shift, guidance), crf=options.crf,
+        settings=SamplingSettings(options.steps, options.shift, guidance),
+        refiner=RefinerSettings(steps=options.refiner_steps), output_size=options.output_size, crf=options.crf,
     )
     check_request(request)
     plan = make_plan(options.checkpoint, layout=options.layout, devices=devices(options.device, options.workers),
-                     dtype=options.dtype, residency=options.residency)
+                     dtype=options.dtype, residency=options.residency, refiner_residual=options.refiner_residual)
     with JsonEvents() if options.json else TerminalEvents() as events:
         events.log(plan.describe())
         with open_session(plan) as session:
@@ -135,6 +141,14 @@ def read_prompt(text: str | None, file: Path | None) -> str:
         raise RequestError(f"The prompt file {file} cannot be read: {error}.") from error
 
 
+def size(text: str) -> tuple[int, int]:
+    """Read "1920x1080" as (width, height)."""
+    width, _, height = text.lower().partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 1920x1080")
+    return int(width), int(height)
+
+
 def devices(names: str | None, workers: int | None) -> list[str] | None:
     """The device list of a plan: the named ones, repeated for the workers where it is the CPU alone."""
     from ..magi2_core.errors import RequestError
@@ -151,7 +165,7 @@ def devices(names: str | None, workers: int | None) -> list[str] | None:
     if listed == ["cpu"]:
         return ["cpu"] * workers
     if workers > len(listed):
-        raise RequestError(f"{workers} workers are asked for, but {len(listed)} devices are there: {', '.join(listed)}.")
+        raise RequestError(f"{workers} workers need as many devices, and there are {len(listed)}: {', '.join(listed)}.")
     return listed[:workers]
 
 

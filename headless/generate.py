@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..magi2_core.codecs.media import check_output_path, read_back
+from ..magi2_core.codecs.media import DEFAULT_CRF, check_output_path, read_back
 from ..magi2_core.codecs.picture import read_picture
 from ..magi2_core.conditioning.negative import default_negative_prompt
 from ..magi2_core.errors import RequestError
 from ..magi2_core.events import Events
+from ..magi2_core.refiner.stage import RefinerSettings
 from ..magi2_core.sampling.denoise import SamplingSettings
 from ..magi2_core.sampling.geometry import PREVIEW_FPS, orient, reference_size, tier
 from ..magi2_core.sampling.noise import check_seed
@@ -26,7 +27,11 @@ from .session import Session
 
 @dataclass(frozen=True)
 class ClipRequest:
-    """Everything that decides a clip, and where it goes."""
+    """Everything that decides a clip, and where it goes.
+
+    refiner: used for 1080p alone; its width and height follow from the orientation. output_size: (width, height) that
+    the finished frames are rescaled to.
+    """
 
     prompt: str
     output: Path
@@ -37,7 +42,9 @@ class ClipRequest:
     seed: int = 42
     noise_device: str = "cpu"
     settings: SamplingSettings = field(default_factory=SamplingSettings)
-    crf: int = 10
+    refiner: RefinerSettings = field(default_factory=RefinerSettings)
+    output_size: tuple[int, int] | None = None
+    crf: int = DEFAULT_CRF
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ def check_request(request: ClipRequest) -> tuple[int, int]:
         raise RequestError("The prompt is empty; describe what the clip should show and sound like.")
     check_seed(request.seed)
     width, height = orient(tier(request.resolution).preview, request.orientation)
+    if request.output_size is not None and (min(request.output_size) < 2 or any(s % 2 for s in request.output_size)):
+        raise RequestError(f"The output size is {request.output_size}; both sides must be even and at least 2.")
     check_output_path(request.output)
     return width, height
 
@@ -96,8 +105,16 @@ def generate(request: ClipRequest, session: Session, events: Events) -> Clip:
                  noise_device=request.noise_device, steps=request.settings.steps, shift=request.settings.shift,
                  guidance=asdict(request.settings.guidance))
     sound = run("decode_audio", audio=latent["audio"])
-    run("write_clip", video=latent["video"], waveform=sound["waveform"], sample_rate=sound["sample_rate"],
-               path=str(request.output.absolute()), crf=request.crf, fps=str(Fraction(PREVIEW_FPS)))
+    video, fps = latent["video"], Fraction(PREVIEW_FPS)
+    if (refined := tier(request.resolution).refined) is not None:
+        target = dict(zip(("width", "height"), orient(refined, request.orientation), strict=True))
+        video = run("refine", video=video, audio=latent["audio"], features=text["features"],
+                    null_features=text["null_features"], seed=request.seed, noise_device=request.noise_device,
+                    settings={**asdict(request.refiner), **target})["video"]
+        fps = 2 * fps
+    run("write_clip", video=video, waveform=sound["waveform"], sample_rate=sound["sample_rate"],
+               path=str(request.output.absolute()), crf=request.crf, fps=str(fps),
+        size=request.output_size)
     facts = read_back(request.output)
     return Clip(request.output, facts.frames, facts.width, facts.height, str(facts.frame_rate), facts.samples,
                 facts.sample_rate, request.seed, text["tokens"], text["truncated"], tuple(text["warnings"]), seconds)

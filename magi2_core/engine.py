@@ -19,7 +19,7 @@ from ..distributed.layout import TokenSplit
 from .checkpoint.folder import TEXT_ENCODER, CheckpointFolder
 from .checkpoint.loader import load_module
 from .checkpoint.network import Network
-from .codecs.frames import to_uint8
+from .codecs.frames import resize, to_uint8
 from .codecs.media import Sound, write_video
 from .codecs.oobleck_decoder import OobleckDecoder
 from .codecs.picture import prepare_picture, stack_pictures
@@ -36,10 +36,12 @@ from .errors import RequestError
 from .events import Events, Silent
 from .memory.machine import working_budget
 from .memory.plan import Plan
+from .refiner.model import RefinerTransformer, refiner_parallel
+from .refiner.stage import RefinerSettings, model_evaluate, refine
 from .sampling.denoise import Evaluate, SamplingSettings, denoise
 from .sampling.geometry import clip_lengths, decoded_frames, latent_grid
 from .sampling.guidance import GuidanceSettings
-from .sampling.noise import clip_noise, noise_generator
+from .sampling.noise import draw_noise, noise_generator
 from .sampling.packing import Conditions, pack_request, pack_tokens, unpack
 
 Result = dict[str, Any]
@@ -69,6 +71,7 @@ class Engine:
             "encode_text": self.encode_text,
             "encode_image": self.encode_image,
             "sample": self.sample,
+            "refine": self.refine,
             "decode_video": self.decode_video,
             "decode_audio": self.decode_audio,
             "write_clip": self.write_clip,
@@ -77,6 +80,7 @@ class Engine:
             "text_encoder": self._open_text_encoder,
             "image_encoder": self._load_image_encoder,
             "preview": self._load_preview,
+            "refiner": self._load_refiner,
             "video_decoder": self._load_video_decoder,
             "audio_decoder": self._load_audio_decoder,
         }
@@ -140,6 +144,17 @@ class Engine:
 
         share = self.parallel.share(self.config.moe.num_heads, self.config.moe.num_experts)
         return self._filled(build, self.folder.preview(), events, share=share)
+
+    def _load_refiner(self, events: Events) -> RefinerTransformer:
+        config = self.folder.refiner_config()
+        parallel = refiner_parallel(self.parallel, config)
+
+        def build() -> RefinerTransformer:
+            return RefinerTransformer(
+                config, parallel, compute_dtype=self.plan.compute_dtype, residual=self.plan.refiner_residual_dtype
+            )
+
+        return self._filled(build, self.folder.refiner(), events)
 
     def _load_video_decoder(self, events: Events) -> TurboDecoder:
         # bfloat16 whatever the transformer's dtype: that is what the decoder was made with (40 §4.5)
@@ -215,23 +230,23 @@ class Engine:
         if not settings.guidance.use_ref_for_uncond:
             unconditional = unconditional.without_picture_content()
         model = self._stage("preview", events)
-        video, audio = self._noise(seed, noise_device, grid, audio_length)
+        draw = self._drawer(seed, noise_device)
+        video = draw((1, self.config.video_in_channels, *grid))
+        audio = draw((1, audio_length, self.config.audio_in_channels))
         evaluate = self._evaluator(model, grid, audio_length, [conditional, unconditional], events)
         events.progress("sample", 0, steps)
         video, audio = denoise(settings, video, audio, evaluate, events)
         return {"video": video[0].cpu(), "audio": audio[0].cpu()}
 
-    def _noise(self, seed: int, noise_device: str, grid: tuple[int, int, int], audio_length: int) -> tuple[Tensor, ...]:
-        """The clip's noise on this rank's device: drawn by every rank on the CPU, which gives all the same numbers, or
-        by the first rank on its GPU and sent to the others (20 §2)."""
-        device = noise_device if noise_device == "cpu" else str(self.device)
-        channels = self.config.video_in_channels, self.config.audio_in_channels
-        noise = clip_noise(noise_generator(seed, device), grid, audio_length, *channels)
-        noise = tuple(part.to(self.device) for part in noise)
-        if noise_device != "cpu":
-            for part in noise:
-                broadcast(part, self.parallel.replica_group)
-        return noise
+    def _drawer(self, seed: int, noise_device: str) -> Callable[[tuple[int, ...]], Tensor]:
+        """What draws the clip's noise, one tensor after the other, on this rank's device.
+
+        On the CPU every rank draws for itself, because all get the same numbers; on GPUs the first rank draws and sends
+        (20 §2).
+        """
+        generator = noise_generator(seed, noise_device if noise_device == "cpu" else str(self.device))
+        group = None if noise_device == "cpu" else self.parallel.replica_group
+        return lambda shape: broadcast(draw_noise(shape, generator).to(self.device), group)
 
     def _evaluator(
         self, model: PreviewTransformer, grid: tuple[int, int, int], audio_length: int,
@@ -251,6 +266,34 @@ class Engine:
             return gather_tokens(own_video, split, group), gather_tokens(own_audio, split, group)
 
         return evaluate
+
+    def refine(
+        self,
+        events: Events,
+        *,
+        video: Tensor,
+        audio: Tensor,
+        features: Tensor,
+        null_features: Tensor,
+        seed: int,
+        noise_device: str,
+        settings: Mapping[str, Any],
+    ) -> Result:
+        """A preview's latents to the refined video latent [48, 2T - 1, H, W] fp32; its sound stays the preview's (50).
+
+        The noise continues the clip's own: first the preview's two draws from the seed, then these (20 §2, 50 §9).
+        """
+        options = RefinerSettings(**settings)
+        model = self._stage("refiner", events)
+        frames, length = video.shape[1], audio.shape[0]
+        draw = self._drawer(seed, noise_device)
+        for shape in ((1, *video.shape), (1, *audio.shape)):
+            draw(shape)
+        evaluate = model_evaluate(model, options, frames, length, features, null_features, events)
+        events.progress("refine", 0, options.steps)
+        clip = video[None].to(self.device), audio[None].to(self.device)
+        refined, _ = refine(options, *clip, evaluate, draw, events)
+        return {"video": refined[0].cpu()}
 
     # ---- decoding
 
@@ -307,12 +350,16 @@ class Engine:
         return {"waveform": to_real_time(wave).cpu(), "sample_rate": decoder.config.sample_rate}
 
     def write_clip(
-        self, events: Events, *, video: Tensor, waveform: Tensor, sample_rate: int, path: str, crf: int, fps: str
-    ) -> Result:
+        self, events: Events, *, video: Tensor, waveform: Tensor, sample_rate: int, path: str, crf: int, fps: str,
+        size: Sequence[int] | None = None,
+    ) -> Result:  # fmt: skip
         """Decode a latent [48, T, H, W] straight into an mp4 file with its sound: one window of frames is in memory at
-        a time (40 §7). Nothing is left under the final name if it fails or is cancelled.
+        a time (40 §7). `size` (width, height) rescales the frames. Nothing is left under the final name if it fails
+        or is cancelled.
         """
         blocks = self._frame_blocks(video, events)
+        if size is not None:
+            blocks = (resize(block, *size) for block in blocks)
         if self.leads:
             write_video(path, blocks, Fraction(fps), Sound(waveform, sample_rate), crf)
         return {}

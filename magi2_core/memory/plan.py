@@ -15,15 +15,17 @@ from typing import Any
 import torch
 
 from ...distributed.layout import ModelShape, ParallelLayout, check_layout, legal_layouts
-from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.folder import REFINER, CheckpointFolder
 from ..checkpoint.shard import local_bytes
 from ..config import PreviewConfig, parse_dtype
 from ..dit.parameters import preview_tensors
 from ..errors import RequestError
+from ..refiner.parameters import refiner_tensors
 from ..sampling.geometry import clip_lengths, latent_grid, tier
 from .machine import choose_devices, device_memory
 
 RESIDENCIES = ("auto", "keep", "swap")
+DTYPES = ("bfloat16", "float32")
 TEXT_TOKENS = 2_000  # assumed for both prompts together when memory is estimated
 HEADROOM = 1 << 30  # the CUDA context, allocator slack, communication buffers
 
@@ -47,13 +49,15 @@ class RankPlan:
 class Plan:
     """How a checkpoint runs on this machine. Plain values only, so that it can cross to the workers.
 
-    residency: "keep" leaves the decoders and encoders beside the transformer; "swap" holds one network at a time.
+    residency: "keep" leaves every network on its device once it is loaded; "swap" holds one at a time.
+    refiner_residual: dtype of the refiner's residual; "bfloat16" saves memory and loses precision (50 §7).
     """
 
     checkpoint: str
     layout: str
     dtype: str
     residency: str
+    refiner_residual: str
     ranks: tuple[RankPlan, ...]
 
     @property
@@ -76,6 +80,10 @@ class Plan:
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
         """Read what `to_dict` wrote."""
         return cls(**{**data, "ranks": tuple(RankPlan(**rank) for rank in data["ranks"])})
+
+    @property
+    def refiner_residual_dtype(self) -> torch.dtype:
+        return parse_dtype(self.refiner_residual)
 
     @property
     def shortage(self) -> str | None:
@@ -108,6 +116,7 @@ def make_plan(
     devices: Sequence[str] | None = None,
     dtype: str = "bfloat16",
     residency: str = "auto",
+    refiner_residual: str = "float32",
 ) -> Plan:
     """Plan how `checkpoint` runs on `devices` (None: every GPU, or one CPU rank).
 
@@ -116,8 +125,9 @@ def make_plan(
     """
     if residency not in RESIDENCIES:
         raise RequestError(f"residency is {residency!r}; it must be one of {', '.join(RESIDENCIES)}.")
-    if dtype not in ("bfloat16", "float32"):
-        raise RequestError(f"dtype is {dtype!r}; the preview model runs in bfloat16 or float32.")
+    for name, value in (("dtype", dtype), ("refiner_residual", refiner_residual)):
+        if value not in DTYPES:
+            raise RequestError(f"{name} is {value!r}; it must be one of {', '.join(DTYPES)}.")
     folder = CheckpointFolder(Path(checkpoint))
     config = replace(folder.preview_config(), params_dtype=parse_dtype(dtype))
     names = choose_devices(devices)
@@ -127,8 +137,17 @@ def make_plan(
     ranks = tuple(_plan_rank(config, parallel, rank, names[rank]) for rank in range(parallel.world))
     if residency == "auto":
         room = min(rank.memory - rank.needed for rank in ranks)
-        residency = "keep" if room > 4 * HEADROOM else "swap"
-    return Plan(str(folder.root), parallel.label, dtype, residency, ranks)
+        residency = "keep" if room > _beside(folder) else "swap"
+    return Plan(str(folder.root), parallel.label, dtype, residency, refiner_residual, ranks)
+
+
+def _beside(folder: CheckpointFolder) -> int:
+    """Bytes that every network beside the preview transformer needs on one rank, with room to work.
+
+    The refiner counts with its weights alone: it takes its working memory when the transformer does not work.
+    """
+    refiner = local_bytes(refiner_tensors(folder.refiner_config()), None) if (folder.root / REFINER).is_dir() else 0
+    return refiner + 2 * HEADROOM
 
 
 def model_shape(config: PreviewConfig) -> ModelShape:
