@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...magi2_core.codecs import frames, latent_scale, media, picture
 from ...magi2_core.codecs.oobleck_decoder import OOBLECK_PREFIX, OobleckConfig, OobleckDecoder
 from ...magi2_core.codecs.resample import to_real_time
-from ...magi2_core.codecs.turbo_decoder import TURBO_PREFIX, TurboConfig, TurboDecoder
+from ...magi2_core.codecs.turbo_decoder import TURBO_PREFIX, TurboConfig, TurboDecoder, UpBlock
 from ...magi2_core.codecs.turbo_windows import decode_blocks, gather_blocks, plan_windows
 from ...magi2_core.codecs.wan_encoder import WanEncoder, WanEncoderConfig
 from ...magi2_core.errors import RequestError
@@ -57,7 +57,8 @@ def load(build: Callable[[], nn.Module], case: Case, prefix: str, dtype: torch.d
 def run_wan_encoder(case: Case) -> list[Measure]:
     keys = ("dim", "z_dim", "dim_mult", "num_res_blocks", "temporal_downsample")
     given: dict[str, Any] = {key: case.meta["config"][key] for key in keys if key in case.meta["config"]}
-    config = WanEncoderConfig(**{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()})
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    config = WanEncoderConfig(**given)
     encoder, tolerance = load(lambda: WanEncoder(config), case, ""), case.meta["tolerance"]
     measures = []
     for name, x in case.tensors.items():
@@ -115,8 +116,9 @@ def run_normalisation(case: Case) -> list[Measure]:
 
 def either(what: str, got: Tensor, expected: Tensor, tolerance: float) -> Measure:
     """The smaller of absolute and relative error, at its worst."""
-    difference = (got.double() - expected.double()).abs()
-    return Measure(what, torch.minimum(difference, difference / expected.double().abs().clamp_min(1e-30)).max().item(), tolerance)
+    absolute = (got.double() - expected.double()).abs()
+    relative = absolute / expected.double().abs().clamp_min(1e-30)
+    return Measure(what, torch.minimum(absolute, relative).max().item(), tolerance)
 
 
 def run_turbo(case: Case) -> list[Measure]:
@@ -154,9 +156,10 @@ def decode_clip(decoder: TurboDecoder, z: Tensor) -> Tensor:
 
 def turbo_intermediate(decoder: TurboDecoder, z: Tensor, name: str) -> Tensor:
     """What the decoder has made after one of its parts, as the first window; `name` is that of the recording."""
-    blocks = {f"up{i}": block for i, block in enumerate(decoder.up_blocks)} | {"mid_block": decoder.mid_block}
-    parts: dict[str, Any] = {"conv_in": decoder.conv_in}
-    parts |= {name: block.steps()[-1].module for name, block in blocks.items()}
+    parts: dict[str, Any] = {"conv_in": decoder.conv_in, "mid_block": decoder.mid_block.steps()[-1].module}
+    for i, block in enumerate(decoder.up_blocks):
+        assert isinstance(block, UpBlock)
+        parts[f"up{i}"] = block.steps()[-1].module
     return record(parts[name], lambda: decoder(z, True))
 
 
