@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ class Replica:
         self.ranks: list[Rank] = []
         self.start_error: PoolError | None = None
         self._spec = spec
-        self.size = spec.replica_ranks
+        self.size = spec.layout.replica
         self._page: StopPage | None = None
         self._page_file = -1
         self._deadline = 0.0  # of the start, or of the stop that was asked for
@@ -74,7 +74,7 @@ class Replica:
         self.ranks.append(rank)
         rank.send({
             "kind": "hello", "engine": spec.engine, "plan": dict(spec.plan), "rank": number, "number": global_number,
-            "layout": asdict(replace(spec.layout, dp=1)), "device": rank.device,
+            "layout": asdict(spec.layout), "device": rank.device,
             "port": listener.getsockname()[1] if listener else 0, "preview_seconds": spec.preview_seconds,
         })  # fmt: skip
 
@@ -198,22 +198,22 @@ class Replica:
 
     def _conclude(self, job: Job) -> None:
         """All ranks have ended or died, or the others had their time after a failure."""
+        where = f"in '{job.call}'"
         ends = [rank.end for rank in self.ranks if rank.end is not None and not rank.death]
-        outcomes = {end["outcome"] for end in ends}
-        checks = {end["checks"] for end in ends}
-        errors = {(end["error"]["type"], end["error"]["message"]) for end in ends if end["outcome"] == "failed"}
         complete = len(ends) == len(self.ranks)
-        together = complete and len(outcomes) == len(checks) == 1 and len(errors) <= 1
+        # A rank that returned without a check point took no part and has nothing under way, see worker.Engine.
+        part = [end for end in ends if end["checks"] or end["outcome"] != "done"]
+        ways = {(end["outcome"], end["checks"], end["error"] and end["error"]["message"]) for end in part}
+        outcomes = {end["outcome"] for end in part}
         error: PoolError | None = None
-        if complete and outcomes == {"done"}:
+        if complete and outcomes <= {"done"}:
             usable = True
-            if not together:
-                logger.error("%s", self._uneven(f"in '{job.call}'"))
+            if len(ways) > 1:
+                logger.error("%s", self._uneven(where))
         else:
-            usable = together and all(end["usable"] for end in ends)
-            error = self._error(f"in '{job.call}'", survived=usable)
-            if together and outcomes == {"stopped"}:
-                error = JobCancelledError("The job was cancelled.")
+            usable = complete and len(ways) == 1 and all(end["usable"] for end in part)
+            cancelled = usable and outcomes == {"stopped"}
+            error = JobCancelledError("The job was cancelled.") if cancelled else self._error(where, survived=usable)
         if usable:
             self.state = "idle"
         else:

@@ -53,10 +53,6 @@ class PoolSpec:
             )
         _check_devices(self.devices)
 
-    @property
-    def replica_ranks(self) -> int:
-        return self.layout.world // self.layout.dp
-
 
 def _check_devices(devices: tuple[str, ...]) -> None:
     wanted = [device for device in devices if device != "cpu"]

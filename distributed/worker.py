@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -35,7 +36,12 @@ class Engine(Protocol):
     """What the import path in PoolSpec.engine makes."""
 
     def run(self, call: str, arguments: dict[str, Any], events: Any) -> dict[str, Any]:
-        """Carry out one call; all ranks of a replica run it together, and rank 0's dict is the result."""
+        """Carry out one call; all ranks of a replica run it together, and the first rank's dict is the result.
+
+        Every rank that has a part in the call passes the same number of `events.check()`. A rank without a part returns
+        at once, without a check and without sending or receiving anything; so a call of one rank can be stopped, or
+        fail, and the replica goes on.
+        """
 
 
 class Agreement(Protocol):
@@ -121,10 +127,10 @@ def serve(channel_file: int, page_file: int, crash_file: int, listener_file: int
     root = logging.getLogger()
     root.addHandler(LineForwarder(channel.send))
     logging.getLogger("magi2").setLevel(logging.INFO)
-    device = torch.device(hello["device"])
+    device, leads = torch.device(hello["device"]), hello["rank"] == 0
     try:
         parallel = _join(hello, device, listener_file)
-        agreement = StopPage(page_file, parallel.layout.world, parallel.rank)
+        agreement = StopPage(page_file, parallel.layout.replica, hello["rank"])
         engine = make_engine(hello["engine"], hello["plan"], parallel)
     except BaseException as error:
         channel.send({"kind": "end", "job": 0, "outcome": "failed", "error": describe_error(error)})
@@ -139,11 +145,11 @@ def serve(channel_file: int, page_file: int, crash_file: int, listener_file: int
         if message["kind"] == "quit":
             return
         events = RankEvents(
-            message["job"], channel.send, agreement, speaks=parallel.rank == 0, device=device,
+            message["job"], channel.send, agreement, speaks=leads, device=device,
             preview_seconds=hello["preview_seconds"],
         )  # fmt: skip
         end = run_call(engine, message, events, device)
-        if parallel.rank:
+        if not leads:
             end["result"] = None
         del message, events  # what the job held is free before the next one comes
         channel.send({"kind": "memory", "memory": measure_memory(device)})
@@ -154,7 +160,7 @@ def serve(channel_file: int, page_file: int, crash_file: int, listener_file: int
 
 def run_call(engine: Engine, message: dict[str, Any], events: RankEvents, device: torch.device) -> dict[str, Any]:
     """Run one call and describe how it ended: done with a result, stopped at a check point, or failed."""
-    end: dict[str, Any] = {"kind": "end", "job": message["job"], "usable": True, "result": None}
+    end: dict[str, Any] = {"kind": "end", "job": message["job"], "usable": True, "result": None, "error": None}
     try:
         end["result"] = engine.run(message["call"], message["arguments"], events)
         end["outcome"] = "done"
@@ -224,15 +230,16 @@ def _join(hello: dict[str, Any], device: torch.device, listener_file: int | None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     layout, rank = ParallelLayout(**hello["layout"]), hello["rank"]
-    if layout.world == 1:
-        return ParallelContext.single()
-    store = dist.TCPStore(
-        "127.0.0.1", hello["port"], layout.world, is_master=rank == 0, timeout=_NO_LIMIT, wait_for_workers=False,
-        master_listen_fd=None if listener_file is None else os.dup(listener_file),
-    )  # fmt: skip
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=layout.world, timeout=_NO_LIMIT)
-    return ParallelContext.create(layout, rank)
+    if layout.replica > 1:
+        store = dist.TCPStore(
+            "127.0.0.1", hello["port"], layout.replica, is_master=rank == 0, timeout=_NO_LIMIT, wait_for_workers=False,
+            master_listen_fd=None if listener_file is None else os.dup(listener_file),
+        )  # fmt: skip
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=layout.replica, timeout=_NO_LIMIT)
+    # A replica is a world of its own; the engine is told its place in the whole layout all the same.
+    own = ParallelContext.create(replace(layout, dp=1), rank)
+    return replace(own, layout=layout, rank=hello["number"])
 
 
 def _device_works(device: torch.device) -> bool:

@@ -12,9 +12,8 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..distributed.exchange import ParallelContext
+from ..distributed.exchange import ParallelContext, all_reduce_sum
 from ..magi2_core.events import Events
 
 
@@ -51,9 +50,12 @@ class PoolEngine:
     def meet(self) -> int:
         """A collective of all ranks: how many take part."""
         one = torch.ones(1)
-        if self.parallel.layout.world > 1:
-            dist.all_reduce(one)
-        return int(one.item())
+        return int(all_reduce_sum(one, self.parallel.replica_group).item())
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within its replica."""
+        return self.parallel.rank % self.parallel.layout.replica
 
     def echo(self, events: Events, **arguments: Any) -> dict[str, Any]:
         return arguments
@@ -63,7 +65,8 @@ class PoolEngine:
         return {
             "pid": os.getpid(), "modules": sorted(sys.modules), "environment": dict(os.environ), "path": list(sys.path),
             "arguments": list(sys.argv), "ranks": self.meet(), "folder": os.getcwd(),
-            "threads": torch.get_num_threads(), "plan": self.plan,
+            "threads": torch.get_num_threads(), "plan": self.plan, "rank": self.parallel.rank,
+            "layout": self.parallel.layout.label,
         }  # fmt: skip
 
     def walk(
@@ -85,20 +88,32 @@ class PoolEngine:
         """Check points without collectives, at which one rank is slow: the others run far ahead of it."""
         for _ in range(checks):
             events.check()
-            if self.parallel.rank == rank:
+            if self.rank == rank:
                 time.sleep(seconds)
         return {"ranks": self.meet()}
 
+    def alone(self, events: Events, steps: int, seconds: float, fail: bool = False) -> dict[str, Any]:
+        """A call of the first rank only; the others return at once."""
+        if self.rank:
+            return {}
+        for step in range(steps):
+            events.check()
+            time.sleep(seconds)
+            events.progress("alone", step + 1, steps)
+        if fail:
+            raise ValueError("alone")
+        return {"steps": steps}
+
     def uneven(self, events: Events) -> dict[str, Any]:
         """A faulty engine: each rank passes another number of check points."""
-        for _ in range(self.parallel.rank + 1):
+        for _ in range(self.rank + 1):
             events.check()
         return {}
 
     def fail(self, events: Events, text: str, rank: int | None = None) -> dict[str, Any]:
         """Raise on one rank, while the others wait in a collective, or on all."""
         logging.getLogger("magi2").info("about to fail")
-        if rank is None or rank == self.parallel.rank:
+        if rank is None or rank == self.rank:
             raise ValueError(text)
         self.meet()
         return {}
@@ -106,7 +121,7 @@ class PoolEngine:
     def die(self, events: Events, how: str, rank: int) -> dict[str, Any]:
         """End one rank by a signal, an exit or a segmentation fault, while the others wait in a collective."""
         logging.getLogger("magi2").info("about to die by %s", how)
-        if rank == self.parallel.rank:
+        if rank == self.rank:
             if how == "exit":
                 os._exit(7)
             if how == "segfault":
@@ -118,7 +133,7 @@ class PoolEngine:
     def hold(self, events: Events, seconds: float, rank: int | None = None) -> dict[str, Any]:
         """Sleep in C code without giving up the interpreter's lock."""
         events.progress("hold", 0, 1)
-        if rank is None or rank == self.parallel.rank:
+        if rank is None or rank == self.rank:
             ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         return {}
 

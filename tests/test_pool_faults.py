@@ -158,7 +158,9 @@ def test_replicas_share_jobs_and_nothing_else() -> None:
         assert caught.value.rank == 1
         assert survivor.result()["total"] == 40 * 41 // 2 * 10
         assert pids(pool) == workers[:1]
-        assert pool.submit("where", replica=1).result()["pid"] not in workers
+        seen = pool.submit("where", replica=1).result()
+        assert seen["pid"] not in workers
+        assert (seen["rank"], seen["layout"], seen["ranks"]) == (1, "dp2", 1), "its place in the whole layout"
         assert pids(pool)[0] == workers[0]
 
 

@@ -350,6 +350,22 @@ def test_a_slow_listener_finds_the_newest_events_and_one_latent() -> None:
     assert [event.latent.tolist() for event in events if event.latent is not None] == [[2999, 2999]]
 
 
+@pytest.mark.usefixtures("same_workers")
+def test_a_call_of_the_first_rank_alone_runs_fails_and_is_cancelled_without_harm(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert pool.submit("alone", {"steps": 3, "seconds": 0}).result() == {"steps": 3}
+    with pytest.raises(RankError, match="alone") as caught:
+        pool.submit("alone", {"steps": 3, "seconds": 0, "fail": True}).result()
+    assert caught.value.survived
+    job = pool.submit("alone", {"steps": 1000, "seconds": 0.05})
+    next(event for event in job.events() if isinstance(event, Progress))
+    job.cancel()
+    with pytest.raises(JobCancelledError):
+        job.result()
+    assert not caplog.messages
+
+
 def test_ranks_that_pass_different_numbers_of_check_points_are_reported(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
