@@ -12,7 +12,12 @@ from .replay import Case, Measure, equal, max_abs, rel_l2
 
 
 def judge(case: Case, key: str, got: Tensor) -> list[Measure]:
-    """Compare with a recorded tensor by the limits of the first pattern in the case's `tolerance` that fits its key."""
+    """Compare with a recorded tensor by the limits of the first pattern in the case's `tolerance` that fits its key.
+
+    A tensor that the case does not have compares nothing.
+    """
+    if key not in case.tensors:
+        return []
     expected = case.tensors[key]
     stated = [limits for pattern, limits in case.meta["tolerance"].items() if fnmatch(key, pattern)]
     if not stated:
@@ -34,6 +39,14 @@ def judge(case: Case, key: str, got: Tensor) -> list[Measure]:
     if limits:
         raise KeyError(f"{case.name} has a limit of an unknown kind for {key}: {limits}")
     return measures
+
+
+def missed(case: Case, measures: list[Measure]) -> list[Measure]:
+    """A failure for every recorded output that no measure names: a replay must not pass by looking away."""
+    compared = [measure.what for measure in measures]
+    outputs = [key for key in case.tensors if key.startswith("out.")]
+    unseen = [key for key in outputs if not any(key in what for what in compared)]
+    return [Measure(f"{key} was not compared", math.inf, 0.0) for key in unseen]
 
 
 def _elementwise(key: str, got: Tensor, expected: Tensor, limits: dict[str, float]) -> Measure:
