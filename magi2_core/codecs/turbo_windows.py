@@ -26,18 +26,16 @@ Convert = Callable[[Tensor], Tensor]  # [1, 3, T, H, W] raw -> [T, H, W, 3] on t
 class Window:
     """Latents [start, stop) of the padded clip, and which of the frames made of them belong to the clip.
 
-    `begin` and `end` are frames of the clip; `skip` frames of the window's output come before them.
+    `first` says that it begins the clip. `begin` and `end` are frames of the clip; `skip` frames of the window's
+    output come before them.
     """
 
     start: int
     stop: int
+    first: bool
     skip: int
     begin: int
     end: int
-
-    @property
-    def first(self) -> bool:
-        return self.start == 0
 
     @property
     def latents(self) -> int:
@@ -58,10 +56,10 @@ def plan_windows(latents: int, config: TurboConfig) -> list[Window]:
     f, s, r = config.first_chunk_size, config.step_size, config.temporal_ratio
     padded = latents + (f - latents if latents < f else -(latents - f) % s)
     total = r * (latents - 1) + 1  # the frames made of the padding are dropped at the end
-    windows = [Window(0, min(f + 1, padded), 0, 0, min(r * (f - 1) + 1, total))]
+    windows = [Window(0, min(f + 1, padded), True, 0, 0, min(r * (f - 1) + 1, total))]
     for i in range(f, padded, s):
         begin = r * (i - 1) + 1
-        windows.append(Window(i - 1, min(i + s + 1, padded), r, begin, min(begin + r * s, total)))
+        windows.append(Window(i - 1, min(i + s + 1, padded), False, r, begin, min(begin + r * s, total)))
     return windows
 
 
@@ -122,15 +120,14 @@ def decode_blocks(
     """
     weight = decoder.conv_in.conv.weight
     z = z_1CThw.to(weight.device, weight.dtype)
-    done, total = 0, z.shape[2]
+    total, ratio = z.shape[2], decoder.config.temporal_ratio
     for window in plan_windows(total, decoder.config):
         with torch.inference_mode():
             block = decode_window(decoder, z, window, convert, tiles, events)
         yield block
         del block  # before the next one is made
-        done = min(total, window.stop - (window.stop < total))
         if events is not None:
-            events.progress("decode_video", done, total)
+            events.progress("decode_video", -(-window.end // ratio), total)
 
 
 def gather_blocks(blocks: Iterator[Tensor], frames: int) -> Tensor:

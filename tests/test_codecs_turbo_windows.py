@@ -1,0 +1,169 @@
+"""Sliding windows of the Turbo decode (40 §4.5, §4.6)."""
+
+import pytest
+import torch
+from magi2_native.magi2_core.codecs.frames import to_uint8
+from magi2_native.magi2_core.codecs.latent_scale import denormalise
+from magi2_native.magi2_core.codecs.turbo_decoder import TurboConfig
+from magi2_native.magi2_core.codecs.turbo_windows import (
+    decode_blocks,
+    decode_window,
+    divide_windows,
+    gather_blocks,
+    plan_windows,
+)
+from magi2_native.magi2_core.errors import RequestError
+from magi2_native.magi2_core.events import Silent
+from magi2_native.tests.codec_networks import turbo
+
+SMALL = {"block_out_channels": (4, 4, 4, 4), "layers_per_block": (1, 1, 1, 1, 1)}
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    return x[0].permute(1, 2, 3, 0)
+
+
+def latent(T: int) -> torch.Tensor:
+    return torch.randn(1, 48, T, 1, 2, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize(
+    ("latents", "windows", "frames"),
+    [
+        (1, [(7, True)], 1),
+        (7, [(7, True)], 25),
+        (8, [(8, True), (8, False)], 29),
+        (15, [(8, True), (9, False), (8, False)], 57),
+        (32, [(8, True), (9, False), (9, False), (9, False), (8, False)], 125),
+        (63, [(8, True)] + [(9, False)] * 7 + [(8, False)], 249),
+    ],
+)
+def test_the_published_windows(latents, windows, frames):
+    plan = plan_windows(latents, TurboConfig())
+    assert [(w.latents, w.first) for w in plan] == windows
+    assert plan[-1].end == frames
+
+
+def by_the_book(decoder, z: torch.Tensor) -> torch.Tensor:
+    """The decode step by step as section 4.5 words it: pad, cut, decode, drop, concatenate, drop."""
+    f, s = decoder.config.first_chunk_size, decoder.config.step_size
+    z, T = denormalise(z), z.shape[2]
+    p = f - T if f > T else -(T - f) % s
+    z = torch.cat([z] + [z[:, :, -1:]] * p, dim=2)
+    N = T + p
+    if f == N:
+        out = [decoder(z, True)]
+    else:
+        out = [decoder(z[:, :, : f + 1], True)[:, :, :-4]]
+        for i in range(f, N, s):
+            last = i + s >= N
+            window = decoder(z[:, :, i - 1 : i + s + (0 if last else 1)], False)
+            out.append(window[:, :, 4 : window.shape[2] - (0 if last else 4)])
+    frames = torch.cat(out, dim=2)
+    return frames[:, :, : frames.shape[2] - 4 * p]
+
+
+@pytest.mark.parametrize(
+    ("f", "s", "T"), [(7, 7, 3), (7, 7, 8), (7, 7, 15), (3, 5, 9), (2, 3, 6), (1, 1, 4), (4, 2, 5)]
+)
+def test_a_clip_decodes_as_worded(f, s, T):
+    decoder = turbo(TurboConfig(**SMALL, first_chunk_size=f, step_size=s))
+    with torch.inference_mode():
+        expected = raw(by_the_book(decoder, latent(T)))
+    got = gather_blocks(decode_blocks(decoder, latent(T), raw), 4 * T - 3)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(("f", "s"), [(7, 7), (3, 5), (1, 1), (5, 2)])
+def test_the_windows_of_any_length_follow_one_another_without_gap(f, s):
+    for T in range(1, 40):
+        plan = plan_windows(T, TurboConfig(first_chunk_size=f, step_size=s))
+        edges = [0] + [w.end for w in plan]
+        assert [w.begin for w in plan] == edges[:-1]
+        assert edges[-1] == 4 * T - 3
+        assert all(w.frames > 0 and w.skip + w.frames <= 4 * w.latents - 3 * w.first for w in plan)
+
+
+def test_no_latents_are_refused():
+    with pytest.raises(RequestError, match="0 frames"):
+        plan_windows(0, TurboConfig())
+
+
+def test_four_ranks_share_the_windows_of_ten_seconds_evenly():
+    plan = plan_windows(32, TurboConfig())
+    shares = divide_windows(plan, 4)
+    work = [sum(plan[i].latents for i in share) for share in shares]
+    assert (max(work), sum(work)) == (16, 43)  # 40 §4.6
+    assert sorted(i for share in shares for i in share) == list(range(5))
+    assert shares[0] == [1]  # a window of nine goes first, and to the lowest rank
+
+
+def test_more_ranks_than_windows_leaves_some_without():
+    assert divide_windows(plan_windows(8, TurboConfig()), 4) == [[0], [1], [], []]
+
+
+def test_windows_decoded_alone_in_any_order_make_the_same_clip():
+    decoder, z = turbo(), latent(15)
+    whole = gather_blocks(decode_blocks(decoder, z, to_uint8), 57)
+    plan = plan_windows(15, decoder.config)
+    with torch.inference_mode():
+        parts = {w.begin: decode_window(decoder, z, w, to_uint8) for w in reversed(plan)}
+    assert torch.equal(torch.cat([parts[w.begin] for w in plan]), whole)
+
+
+def test_a_clip_is_streamed_one_window_at_a_time():
+    decoder, calls = turbo(), []
+    decoder.conv_in.conv.register_forward_hook(lambda *_: calls.append(1))
+    lengths = []
+    for done, block in enumerate(decode_blocks(decoder, latent(15), to_uint8), start=1):
+        assert len(calls) == done, "a window must not be decoded before it is asked for"
+        lengths.append(len(block))
+        assert block.dtype == torch.uint8
+    assert lengths == [25, 28, 4]
+
+
+def test_the_latent_takes_the_dtype_of_the_decoder():
+    decoder = turbo(dtype=torch.bfloat16)
+    block = next(decode_blocks(decoder, latent(2), raw))
+    assert block.dtype == torch.bfloat16
+    assert torch.equal(block, next(decode_blocks(decoder, latent(2).to(torch.bfloat16), raw)))
+
+
+class Stop(BaseException):
+    pass
+
+
+class Recorder(Silent):
+    """Counts, and raises at the given check."""
+
+    def __init__(self, stop_at: int = 10**9) -> None:
+        self.stop_at, self.checks, self.told = stop_at, 0, []
+
+    def check(self) -> None:
+        self.checks += 1
+        if self.checks == self.stop_at:
+            raise Stop
+
+    def progress(self, stage, done, total, latent=None) -> None:
+        self.told.append((stage, done, total))
+
+
+def test_progress_counts_latents_and_ends_at_all_of_them():
+    events = Recorder()
+    list(decode_blocks(turbo(), latent(15), to_uint8, events=events))
+    assert events.told == [("decode_video", 7, 15), ("decode_video", 14, 15), ("decode_video", 15, 15)]
+    assert events.checks == 3
+
+
+def test_a_cancel_stops_before_the_next_window():
+    decoder, calls = turbo(), []
+    decoder.conv_in.conv.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(Stop):
+        list(decode_blocks(decoder, latent(15), to_uint8, events=Recorder(stop_at=2)))
+    assert len(calls) == 1
+
+
+def test_blocks_that_do_not_make_the_clip_are_noticed():
+    blocks = [torch.zeros(2, 4, 4, 3)]
+    with pytest.raises(RequestError, match="2 frames instead of 3"):
+        gather_blocks(iter(blocks), 3)
