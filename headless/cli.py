@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_convert(commands)
     _add_miniature(commands)
+    _add_enhance(commands)
+    _add_run(commands)
+    _add_queue(commands)
     return parser
 
 
@@ -235,13 +238,20 @@ def _add_inspect(commands: Any) -> None:
     command.set_defaults(run=_inspect)
     command.add_argument("checkpoint", type=Path)
     command.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+    command.add_argument("--plan", choices=["272p", "540p", "1080p"],
+                         help="also show the memory that a resolution takes on 1, 2, 4 and 8 devices")
 
 
 def _inspect(options: argparse.Namespace) -> int:
     from ..magi2_core.checkpoint.inspect import inspect_checkpoint
+    from ..magi2_core.memory.table import plan_table
 
     report = inspect_checkpoint(options.checkpoint)
-    print(json.dumps(report.to_json(), indent=1) if options.json else report.render())
+    plans = plan_table(options.checkpoint, options.plan) if options.plan else ()
+    if options.json:
+        print(json.dumps({**report.to_json(), **({"plan": [asdict(row) for row in plans]} if plans else {})}, indent=1))
+    else:
+        print("\n".join([report.render(), *(row.describe() for row in plans)]))
     return 1 if report.problems else 0
 
 
@@ -273,6 +283,94 @@ def _miniature(options: argparse.Namespace) -> int:
 
     write_miniature(options.checkpoint, seed=options.seed)
     print(options.checkpoint)
+    return 0
+
+
+def _add_enhance(commands: Any) -> None:
+    command = commands.add_parser("enhance", help="turn a short prompt into a structured caption",
+                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    command.set_defaults(run=_enhance)
+    command.add_argument("prompt")
+    command.add_argument("--image", help="a picture that the clip starts from: a path or an address")
+    command.add_argument("--form", default="text", choices=["text", "json"],
+                         help="text: ready to be used as prompt; json: the caption, to be edited")
+    command.add_argument("--settings", type=Path, help="folder of enhance.json and of your own instruction texts")
+    command.add_argument("--variation", default="", help="another text gives another caption")
+
+
+def _enhance(options: argparse.Namespace) -> int:
+    from ..magi2_core.conditioning.endpoint import find_endpoint
+    from ..magi2_core.conditioning.enhance import Enhancer
+    from ..magi2_core.errors import RequestError
+
+    endpoint = find_endpoint(options.settings)
+    if endpoint is None:
+        raise RequestError("No language model is set; set MAGI2_ENHANCE_BASE_URL and MAGI2_ENHANCE_API_KEY.")
+    with TerminalEvents() as events:
+        enhanced = Enhancer(endpoint, texts_folder=options.settings).enhance(
+            options.prompt, options.image, events, variation=options.variation
+        )
+    print(enhanced.prompt if options.form == "text" else enhanced.caption_json)
+    return 0
+
+
+def _add_workflow(command: argparse.ArgumentParser) -> None:
+    command.add_argument("workflow", type=Path, help="an API workflow, such as those in workflows/api")
+    command.add_argument("--set", action="append", default=[], metavar="NODE.INPUT=VALUE", dest="assignments",
+                         help="change an input; the node is named by id, title or class")
+    command.add_argument("--json", action="store_true", help="progress and result as JSON lines on stdout")
+
+
+def _add_run(commands: Any) -> None:
+    command = commands.add_parser("run", help="run an API workflow made of this pack's nodes, without ComfyUI",
+                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    command.set_defaults(run=_run)
+    _add_workflow(command)
+    command.add_argument("--models", type=Path, action="append", required=True,
+                         help="folder that holds checkpoints; may be repeated")
+    command.add_argument("--input", type=Path, default=Path(), help="folder of the pictures that it loads")
+    command.add_argument("--output", type=Path, default=Path(), help="folder that it saves into")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from ..stages.folders import Folders
+    from .run import run_workflow
+    from .workflow import read_workflow, set_inputs
+
+    workflow = read_workflow(options.workflow)
+    set_inputs(workflow, options.assignments)
+    models = tuple(folder.absolute() for folder in options.models)
+    folders = Folders(models, options.output.absolute(), options.input.absolute())
+    with JsonEvents() if options.json else TerminalEvents() as events:
+        files = run_workflow(workflow, folders, events)
+    return _show_files(files, options.json)
+
+
+def _add_queue(commands: Any) -> None:
+    command = commands.add_parser("queue", help="run an API workflow on a ComfyUI server and download what it saves",
+                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    command.set_defaults(run=_queue)
+    _add_workflow(command)
+    command.add_argument("--server", default="http://127.0.0.1:8188")
+    command.add_argument("--output", type=Path, default=Path(), help="folder for the downloaded files")
+
+
+def _queue(options: argparse.Namespace) -> int:
+    from .queue import queue_workflow
+    from .workflow import read_workflow, set_inputs
+
+    workflow = read_workflow(options.workflow)
+    set_inputs(workflow, options.assignments)
+    with JsonEvents() if options.json else TerminalEvents() as events:
+        files = queue_workflow(workflow, options.server, options.output, events, files_near=options.workflow.parent)
+    return _show_files(files, options.json)
+
+
+def _show_files(files: Sequence[Path], as_json: bool) -> int:
+    if as_json:
+        write_json({"event": "result", "files": [str(file) for file in files]})
+    else:
+        print("\n".join(map(str, files)))
     return 0
 
 

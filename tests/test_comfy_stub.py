@@ -62,7 +62,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     python = comfyui_python(root)
     stand_ins = write_stand_ins(tmp_path_factory.mktemp("stand_ins"), python)
     result = subprocess.run(
-        [python, "-c", PROGRAM % (INPUTS, MANAGEMENT, FOLDERS)], cwd=root, capture_output=True, text=True,
+        [python, "-c", PROGRAM % (INPUTS, MANAGEMENT, FOLDERS), "main.py"], cwd=root, capture_output=True, text=True,
         env={"PYTHONPATH": f"{stand_ins}:{root}", "PATH": "/usr/bin:/bin", "HOME": str(Path.home()),
              "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip

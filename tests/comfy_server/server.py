@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,6 @@ class Server:
     port: int
     base: Path
     log_path: Path
-    children_seen: set[int] = field(default_factory=set)
 
     @property
     def url(self) -> str:
@@ -139,11 +138,13 @@ def start_server(
     page: Path | None = None,
     environment: dict[str, str] | None = None,
     pack: Path | None = PACK,
+    wrapper: list[str] | None = None,
     ready_within_s: float = 120,
 ) -> Server:
     """Start ComfyUI on a free port with `base` as its base directory and return it when it answers.
 
     `page` is an unpacked front-end package to serve instead of the installed one. `pack` None leaves ours out.
+    `wrapper` is a command that runs the server's.
     """
     root = root or comfyui_root()
     assert root is not None, "no ComfyUI checkout"
@@ -163,7 +164,7 @@ def start_server(
     log_path = base / f"server-{port}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            command,
+            [*(wrapper or []), *command],
             cwd=root,
             env=_environment(stand_ins, environment),
             stdin=subprocess.DEVNULL,

