@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from magi2_native.distributed.exchange import ParallelContext
 from magi2_native.distributed.layout import ExpertDivision, bank_shares
 from magi2_native.magi2_core.checkpoint.shard import local_slices
+from magi2_native.magi2_core.dit import moe
 from magi2_native.magi2_core.dit.activation import swiglu7, swiglu7_pair
 from magi2_native.magi2_core.dit.moe import RoutedExperts
 from magi2_native.magi2_core.dit.norm import rms_norm
@@ -174,12 +175,12 @@ def test_expert_matrices_are_input_major() -> None:
 def routed(ranks: int, rank: int, mode: ExpertDivision = "banks", dtype: torch.dtype = torch.float32) -> RoutedExperts:
     """The experts of one of several ranks, cut from the same whole tensors."""
     config = replace(CONFIG, params_dtype=dtype)
-    table, moe = preview_tensors(config), config.moe
+    table = preview_tensors(config)
     share = bank_shares(M, E, ranks, mode)[rank]
     rank_share = replace(WHOLE, banks=share)
-    whole = RoutedExperts(moe, WHOLE.banks, Tensors(table, WHOLE, PREFIX))
+    whole = RoutedExperts(config.moe, WHOLE.banks, Tensors(table, WHOLE, PREFIX))
     fill(whole, PREFIX)
-    part = RoutedExperts(moe, share, Tensors(table, rank_share, PREFIX))
+    part = RoutedExperts(config.moe, share, Tensors(table, rank_share, PREFIX))
     for name, parameter in part.named_parameters():
         (region,) = local_slices(table[PREFIX + name], rank_share)
         parameter.data.copy_(dict(whole.named_parameters())[name][region])
@@ -213,6 +214,15 @@ def test_a_rank_evaluates_only_its_own_experts(monkeypatch: pytest.MonkeyPatch) 
         experts = routed(5, rank)
         experts(x_TMd[:, experts.share.first_head : experts.share.last_head])
     assert sum(rows) == 3 * 20 * M * K  # three products for every route, on exactly one rank
+
+
+def test_long_sequences_are_evaluated_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    x_TMd, calls = random(20, M, D), []
+    expected = routed(1, 0)(x_TMd)
+    monkeypatch.setattr(moe, "_HIDDEN", 7 * K * F_WIDTH)
+    monkeypatch.setattr(moe, "head_experts", lambda *a, **k: (calls.append(len(a[0])), head_experts(*a, **k))[1])
+    assert torch.allclose(routed(1, 0)(x_TMd), expected, atol=1e-5)
+    assert calls == [7, 7, 6] * M
 
 
 def test_a_rank_without_banks_returns_no_heads() -> None:

@@ -12,6 +12,9 @@ from ..kernels.experts import head_experts
 from .router import route
 from .weights import Tensors
 
+_HIDDEN = 1 << 28
+"""Elements of one hidden tensor [routes, F]: tokens beyond it wait their turn, so that 540p needs no more than 272p."""
+
 
 class Router(nn.Module):
     """The selection biases; `expert_bias` is the one in force, which loading fills from the ema one (10 §12.2)."""
@@ -41,22 +44,28 @@ class RoutedExperts(nn.Module):
         A head of which another rank holds some experts is routed in full on both, and each adds its own (70 §5).
         """
         y_Thd = torch.empty_like(x_Thd)
-        share, experts = self.share, self.share.experts
-        for head in range(share.heads):
-            x_Td = x_Thd[:, head]
-            weights_TK, expert_TK = self.choose(x_Td, head)
-            # The head's experts that this rank holds, and where the first of them lies in its own tensors.
-            start = (share.first_head + head) * experts
-            first, last = max(share.first_bank - start, 0), min(share.last_bank - start, experts)
-            shared = last - first < experts
-            if shared:  # experts of other ranks sort behind the own ones
-                own_TK = (expert_TK >= first) & (expert_TK < last)
-                expert_TK = torch.where(own_TK, expert_TK - first, last - first)
-            banks = slice(start + first - share.first_bank, start + last - share.first_bank)
-            y_Thd[:, head] = head_experts(
-                x_Td, weights_TK, expert_TK, self.W_gate[banks], self.W_up[banks], self.W_down[banks], shared=shared
-            )
+        tokens = max(1, _HIDDEN // (self.moe.top_k * self.moe.expert_intermediate_size))
+        for head in range(self.share.heads):
+            for start in range(0, x_Thd.shape[0], tokens):
+                rows = slice(start, start + tokens)
+                y_Thd[rows, head] = self.one_head(x_Thd[rows, head], head)
         return y_Thd
+
+    def one_head(self, x_Td: Tensor, head: int) -> Tensor:
+        """The rank's head number `head` for some tokens [T, d]."""
+        share, experts = self.share, self.share.experts
+        weights_TK, bank_TK = self.choose(x_Td, head)
+        # The head's experts [first, last) that this rank holds, and where they lie in its own tensors.
+        head_bank = (share.first_head + head) * experts
+        first, last = max(share.first_bank - head_bank, 0), min(share.last_bank - head_bank, experts)
+        banks = slice(head_bank + first - share.first_bank, head_bank + last - share.first_bank)
+        shared = last - first < experts
+        if shared:  # experts of other ranks sort behind the own ones
+            own_TK = (bank_TK >= first) & (bank_TK < last)
+            bank_TK = torch.where(own_TK, bank_TK - first, last - first)
+        return head_experts(
+            x_Td, weights_TK, bank_TK, self.W_gate[banks], self.W_up[banks], self.W_down[banks], shared=shared
+        )
 
     def choose(self, x_Td: Tensor, head: int) -> tuple[Tensor, Tensor]:
         """Weights and expert ids [T, K] of the rank's head number `head`; the logits are true fp32 (10 §9)."""
