@@ -54,8 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_miniature(commands)
     _add_enhance(commands)
-    _add_run(commands)
-    _add_queue(commands)
     return parser
 
 
@@ -311,66 +309,6 @@ def _enhance(options: argparse.Namespace) -> int:
             options.prompt, options.image, events, variation=options.variation
         )
     print(enhanced.prompt if options.form == "text" else enhanced.caption_json)
-    return 0
-
-
-def _add_workflow(command: argparse.ArgumentParser) -> None:
-    command.add_argument("workflow", type=Path, help="an API workflow, such as those in workflows/api")
-    command.add_argument("--set", action="append", default=[], metavar="NODE.INPUT=VALUE", dest="assignments",
-                         help="change an input; the node is named by id, title or class")
-    command.add_argument("--json", action="store_true", help="progress and result as JSON lines on stdout")
-
-
-def _add_run(commands: Any) -> None:
-    command = commands.add_parser("run", help="run an API workflow made of this pack's nodes, without ComfyUI",
-                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    command.set_defaults(run=_run)
-    _add_workflow(command)
-    command.add_argument("--models", type=Path, action="append", required=True,
-                         help="folder that holds checkpoints; may be repeated")
-    command.add_argument("--input", type=Path, default=Path(), help="folder of the pictures that it loads")
-    command.add_argument("--output", type=Path, default=Path(), help="folder that it saves into")
-
-
-def _run(options: argparse.Namespace) -> int:
-    from ..stages.folders import Folders
-    from .run import run_workflow
-    from .workflow import read_workflow, set_inputs
-
-    workflow = read_workflow(options.workflow)
-    set_inputs(workflow, options.assignments)
-    models = tuple(folder.absolute() for folder in options.models)
-    folders = Folders(models, options.output.absolute(), options.input.absolute())
-    with JsonEvents() if options.json else TerminalEvents() as events:
-        files = run_workflow(workflow, folders, events)
-    return _show_files(files, options.json)
-
-
-def _add_queue(commands: Any) -> None:
-    command = commands.add_parser("queue", help="run an API workflow on a ComfyUI server and download what it saves",
-                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    command.set_defaults(run=_queue)
-    _add_workflow(command)
-    command.add_argument("--server", default="http://127.0.0.1:8188")
-    command.add_argument("--output", type=Path, default=Path(), help="folder for the downloaded files")
-
-
-def _queue(options: argparse.Namespace) -> int:
-    from .queue import queue_workflow
-    from .workflow import read_workflow, set_inputs
-
-    workflow = read_workflow(options.workflow)
-    set_inputs(workflow, options.assignments)
-    with JsonEvents() if options.json else TerminalEvents() as events:
-        files = queue_workflow(workflow, options.server, options.output, events, files_near=options.workflow.parent)
-    return _show_files(files, options.json)
-
-
-def _show_files(files: Sequence[Path], as_json: bool) -> int:
-    if as_json:
-        write_json({"event": "result", "files": [str(file) for file in files]})
-    else:
-        print("\n".join(map(str, files)))
     return 0
 
 

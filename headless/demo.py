@@ -52,7 +52,8 @@ def demo(folder: Path, steps: int, workers: int) -> int:
     print()
     for name, (_, output) in clips.items():
         check_clip(output)
-        print(f"{name}: {output}\n  checked by decoding: 125 frames of 448x256 at 25/2 fps, 441,000 stereo samples at 44.1 kHz")
+        print(f"{name}: {output}")
+        print("  checked by decoding it: 125 frames of 448x256 at 25/2 fps, 441,000 stereo samples at 44.1 kHz")
     print("The pictures are noise, because the weights are; a real checkpoint takes the same way.")
     print(f"Done in {time.monotonic() - started:.0f} s.")
     return 0
@@ -61,7 +62,8 @@ def demo(folder: Path, steps: int, workers: int) -> int:
 def check_clip(path: Path) -> None:
     """Decode a clip and raise Magi2Error unless its counts are exactly those of a 272p clip."""
     facts = read_back(path)
-    found = (facts.frames, facts.width, facts.height, facts.frame_rate, facts.samples, facts.sample_rate, facts.channels)
+    size = (facts.frames, facts.width, facts.height, facts.frame_rate)
+    found = (*size, facts.samples, facts.sample_rate, facts.channels)
     if found != EXPECTED:
         raise Magi2Error(f"{path} holds (frames, width, height, fps, samples, Hz, channels) {found}, not {EXPECTED}.")
 

@@ -170,14 +170,14 @@ def _plan_rank(config: PreviewConfig, layout: ParallelLayout, rank: int, device:
     return RankPlan(device, weights, working_bytes(config, layout), device_memory(device))
 
 
-def working_bytes(config: PreviewConfig, layout: ParallelLayout) -> int:
-    """Estimate of the largest set of tensors alive at once in a 540p forward of one rank.
+def working_bytes(config: PreviewConfig, layout: ParallelLayout, resolution: str = "540p") -> int:
+    """Estimate of the largest set of tensors alive at once in a forward of one rank.
 
     Counted: the residual streams before and after a branch, the fp32 flattened norm of one of them, and the larger of
     attention (q, k in fp32, q, k, v and the output gathered) and the routed experts (dispatched rows, route rows in
     fp32 and their sum).
     """
-    clip_tokens = prod(latent_grid(*tier("540p").preview)) + clip_lengths()[1]
+    clip_tokens = prod(latent_grid(*tier(resolution).preview)) + clip_lengths()[1]
     tokens = 2 // layout.cfg * clip_tokens + TEXT_TOKENS
     local = -(-tokens // layout.sp)
     size = config.params_dtype.itemsize
