@@ -131,7 +131,7 @@ def test_a_good_answer_becomes_the_prompt(step: Step, events: Watcher) -> None:
     assert len(server.requests) == 1
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
     assert server.paths == ["/v1/chat/completions"]
-    assert events.reports[-1] == ("enhance prompt", 8000, 8000)
+    assert events.reports[-1] == ("enhance_prompt", 8000, 8000)
 
 
 def test_the_user_is_told_what_is_sent_where(events: Watcher) -> None:

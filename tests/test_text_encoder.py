@@ -97,7 +97,7 @@ def test_resident_and_streamed_layers_give_the_same_features() -> None:
     events = Recorder()
     encoder.load(events)
     assert encoder.resident
-    assert events.reports == [("load text encoder", i + 1, 4) for i in range(4)]
+    assert events.reports == [("load", i + 1, 4) for i in range(4)]
     resident = encoder.encode(PROMPTS, Silent())
     encoder.release()
     assert not encoder.resident
@@ -177,7 +177,7 @@ def test_attention_is_causal_without_a_mask() -> None:
 def test_progress_is_reported_and_cancel_is_checked_between_layers() -> None:
     events = Recorder()
     tiny().encode(PROMPTS, events)
-    assert events.reports == [("encode text", i + 1, 4) for i in range(4)]
+    assert events.reports == [("encode_text", i + 1, 4) for i in range(4)]
     assert events.checks == 4
 
 
@@ -185,7 +185,7 @@ def test_cancel_stops_between_two_layers_and_leaves_the_encoder_usable() -> None
     encoder, events = tiny(), Recorder(cancel_at=3)
     with pytest.raises(KeyboardInterrupt):
         encoder.encode(PROMPTS, events)
-    assert events.reports[-1] == ("encode text", 2, 4)
+    assert events.reports[-1] == ("encode_text", 2, 4)
     assert len(encoder.encode(PROMPTS, Silent())) == 3
 
 

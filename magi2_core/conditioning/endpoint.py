@@ -30,7 +30,7 @@ VARIABLES = {
     "model": "MAGI2_ENHANCE_MODEL",
     "timeout": "MAGI2_ENHANCE_TIMEOUT",
 }
-STAGE = "enhance prompt"
+STAGE = "enhance_prompt"
 CONNECTION_LOST = "connection lost"
 
 _RETRIES = 2  # the library's own default: connection errors, 408, 409, 429 and 5xx, with back-off (30 §10)
