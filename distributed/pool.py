@@ -36,9 +36,11 @@ from typing import Any
 from weakref import WeakSet
 
 from .job import POLL_SECONDS, Event, Job, JobCancelledError, LogLine, Memory, PoolError, Progress, RankError
+from .local import LocalReplica
 from .replica import Replica
 from .spec import PoolSpec
-from .transport import Packed, TransportError
+from .transport import Packed
+from .tree import TransportError
 
 __all__ = [
     "Event", "Job", "JobCancelledError", "LogLine", "Memory", "Pool", "PoolError", "PoolSpec", "Progress", "RankError",
@@ -56,7 +58,7 @@ class Pool:
         """Describe a pool; raises TransportError if the plan holds a value that cannot be sent to workers."""
         Packed(dict(spec.plan)).close()
         self.spec = spec
-        self._replicas = [Replica(spec, index) for index in range(spec.layout.dp)]
+        self._replicas: list[Replica] = [LocalReplica(spec, index) for index in range(spec.layout.dp)]
         self._lock = threading.Lock()
         self._queue: deque[Job] = deque()
         self._openers: list[Job] = []
@@ -97,12 +99,16 @@ class Pool:
 
     def close(self) -> None:
         """End all workers (orderly for 3 s, by SIGTERM for 2 s, then by SIGKILL); unfinished jobs raise PoolError."""
-        with self._lock:
-            self._closing = True
-            thread = self._thread
-        self._wake()
+        self.begin_close()
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def begin_close(self) -> None:
+        """The first half of `close`, which does not wait: several pools end at the same time."""
+        with self._lock:
+            self._closing = True
+        self._wake()
 
     @property
     def alive(self) -> bool:
@@ -152,6 +158,8 @@ class Pool:
         try:
             while not self._closing:
                 self._step()
+            for replica in self._replicas:
+                replica.ask_to_quit()
             for replica in self._replicas:
                 replica.quit()
         except BaseException as fault:  # a bug of ours must not leave callers waiting
@@ -251,7 +259,10 @@ _registered: list[bool] = []
 
 
 def _close_all() -> None:
-    for pool in list(_running):
+    pools = list(_running)
+    for pool in pools:
+        pool.begin_close()
+    for pool in pools:
         pool.close()
 
 
@@ -259,6 +270,5 @@ def _let_go() -> None:
     """In a forked child: close the life pipes, or the workers would outlive their real parent in it (60 §6.5)."""
     for pool in list(_running):
         for replica in pool._replicas:
-            for rank in replica.ranks:
-                rank.life.close()
+            replica.let_go()
     _running.clear()

@@ -1,53 +1,30 @@
-"""The client's side of one worker process: starting it, its open files, and what its end says."""
+"""One rank of a replica, as the client knows it from what the rank says."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import runpy
-import signal
-import socket
-import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing
-
-from . import spawn
 from .job import Memory
-from .transport import Channel, anonymous_file
-
-_CHANNEL_SECONDS = 10.0  # for the rest of a message whose first bytes are there
-_CRASH_BYTES = 1 << 16
-_BOOTSTRAP = Path(__file__).resolve().with_name("bootstrap.py")
-_ROOT = _BOOTSTRAP.parents[1]
 
 
 @dataclass
 class Rank:
-    """One worker process, as the client knows it."""
-
     number: int
     device: str
-    process: BaseProcess
-    channel: Channel
-    life: Connection
-    crash: int
+    pid: int = 0
     device_name: str = ""
     memory: Memory | None = None
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=200))
     ready: bool = False
-    end: dict[str, Any] | None = None
-    death: str = ""
+    end: dict[str, Any] | None = None  # how it ended the current job, see worker.run_call
+    death: str = ""  # how it died, as the predicate of a sentence
     failed_at: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"Rank {self.number} ({self.device}, pid {self.process.pid})"
+        return f"Rank {self.number} ({self.device}, pid {self.pid})"
 
     @property
     def raised(self) -> dict[str, Any] | None:
@@ -59,83 +36,20 @@ class Rank:
         return bool(self.death) or self.raised is not None
 
     def crash_report(self) -> str:
-        return os.pread(self.crash, _CRASH_BYTES, 0).decode(errors="replace").strip()
+        """What the process wrote when it crashed, if that can be had."""
+        return ""
 
     def stack_report(self) -> str:
-        """Where the process stands now, for one that hangs: it writes its stack when told, see worker.py."""
-        if self.ready and self.process.pid is not None:
-            os.kill(self.process.pid, signal.SIGUSR1)
-            time.sleep(0.2)
-        return self.crash_report()
-
-    def send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it died; its sentinel tells so, with the cause
-            self.channel.send(message)
-
-    def close(self) -> None:
-        self.channel.close()
-        self.life.close()
-        os.close(self.crash)
+        """Where the process stands now, if that can be had."""
+        return ""
 
     def status(self) -> dict[str, Any]:
         """Plain values for a status panel; may be called from any thread."""
         return {
             "rank": self.number,
-            "pid": self.process.pid,
+            "pid": self.pid,
             "device": self.device,
             "device_name": self.device_name,
             "memory": None if self.memory is None else asdict(self.memory),
             "log": list(self.lines)[-10:],
         }
-
-
-def start_rank(
-    number: int, device: str, page: int, listener: socket.socket | None, *, ranks: int, path: list[str]
-) -> Rank:
-    """Start the process of rank `number` of `ranks` on this host; returns at once. Raises OSError.
-
-    page: the replica's page of `agreement`; listener: where rank 0 serves the rendezvous; path: sys.path of the worker.
-    What the process is given is plain values and open files only: it cannot import our classes yet (60 §6.2).
-    """
-    ours, theirs = socket.socketpair()
-    life_theirs, life_ours = torch.multiprocessing.Pipe(duplex=False)
-    crash = anonymous_file()
-    files: dict[str, Connection | None] = {
-        "channel": Connection(os.dup(theirs.fileno())),
-        "life": life_theirs,
-        "page": Connection(os.dup(page)),
-        "crash": Connection(os.dup(crash)),
-        "listener": Connection(os.dup(listener.fileno())) if listener else None,
-    }
-    arguments = {"root": str(_ROOT), "parent": os.getpid(), "ranks": ranks, **files}
-    process = torch.multiprocessing.get_context("spawn").Process(
-        target=runpy.run_path, args=(str(_BOOTSTRAP), {"arguments": arguments}, "magi2_bootstrap"),
-        daemon=True, name=f"magi2-rank{number}",
-    )  # fmt: skip
-    ours.settimeout(_CHANNEL_SECONDS)
-    rank = Rank(number, device, process, Channel(ours), life_ours, crash)
-    try:
-        spawn.start(process, path)
-    except BaseException:
-        rank.close()
-        raise
-    finally:
-        theirs.close()
-        for file in files.values():  # above all our copy of the read end of the life pipe
-            if file is not None:
-                file.close()
-    return rank
-
-
-def describe_exit(code: int | None) -> str:
-    """What an exit code of a process says, as the predicate of a sentence."""
-    if code is None:
-        return "closed its channel"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = " (the kernel's out-of-memory killer does that; see dmesg)" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"

@@ -1,27 +1,21 @@
-"""The client's side of one replica: the processes of its ranks, what they say, how they end.
+"""The client's side of one replica: what its ranks are doing, what they say, and what follows from how they end.
 
 Used by the pool's thread only. A replica is down, starting, idle or busy. Whatever goes wrong ends in one of two ways:
-every rank has ended the job at the same point and the replica goes on, or all of its processes are killed.
+every rank has ended the job at the same point and the replica goes on, or all of its ranks are ended.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import socket
-import sys
 import time
-from dataclasses import asdict
-from multiprocessing.connection import wait
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from .agreement import StopPage
-from .environment import worker_path
 from .job import Job, JobCancelledError, LogLine, Memory, PoolError, Progress, RankError
-from .rank import Rank, describe_exit, start_rank
+from .rank import Rank
 from .spec import PoolSpec
-from .transport import TransportError, anonymous_file
+from .transport import Packed
 
 # How long the other ranks may take to end after one raised (then perhaps all did, and go on), or died (a moment, to
 # hear of what happened first).
@@ -30,75 +24,56 @@ logger = logging.getLogger("magi2")
 
 
 class Replica:
+    """The course of starts and jobs; how messages reach the ranks is for the subclasses (local.py, remote.py)."""
+
     def __init__(self, spec: PoolSpec, index: int) -> None:
         self.index = index
+        self.size = spec.layout.replica
         self.state: Literal["down", "starting", "idle", "busy"] = "down"
         self.job: Job | None = None
-        self.ranks: list[Rank] = []
+        self.ranks: Sequence[Rank] = ()
         self.start_error: PoolError | None = None
         self._spec = spec
-        self.size = spec.layout.replica
-        self._page: StopPage | None = None
-        self._page_file = -1
         self._deadline = 0.0  # of the start, or of the stop that was asked for
         self._settled_at = 0.0  # when a failure is concluded, 0 if there is none
 
-    # ---- start
-
     def start(self) -> None:
-        """Start the processes and return at once; the state becomes idle, or down with `start_error`, by `advance`."""
-        self.start_error = None
-        self._settled_at = 0.0
+        """Begin to start and return at once; `advance` makes the state idle, or down with a `start_error`."""
+        self.start_error, self.state, self._settled_at = None, "starting", 0.0
         self._deadline = time.monotonic() + self._spec.start_seconds
-        self._page_file = anonymous_file()
-        self._page = StopPage(self._page_file, self.size)
-        self.state = "starting"
-        listener = _loopback_listener() if self.size > 1 else None
-        try:
-            for number in range(self.size):
-                self._start_rank(number, listener)
-        except OSError as error:
-            self.kill()
-            self.start_error = PoolError(f"A worker process could not be started: {error}.")
-        finally:
-            if listener is not None:
-                listener.close()
-
-    def _start_rank(self, number: int, listener: socket.socket | None) -> None:
-        spec = self._spec
-        global_number = self.index * self.size + number
-        rank = start_rank(
-            global_number, spec.devices[global_number], self._page_file, listener if number == 0 else None,
-            ranks=spec.layout.world, path=worker_path(sys.path, spec.hidden_paths),
-        )  # fmt: skip
-        self.ranks.append(rank)
-        rank.send({
-            "kind": "hello", "engine": spec.engine, "plan": dict(spec.plan), "rank": number, "number": global_number,
-            "layout": asdict(spec.layout), "device": rank.device,
-            "port": listener.getsockname()[1] if listener else 0, "preview_seconds": spec.preview_seconds,
-        })  # fmt: skip
-
-    # ---- what the ranks say
 
     def files(self) -> list[Any]:
-        """What to wait on: the channels and the ends of the processes."""
-        return [file for rank in self.ranks if not rank.death for file in (rank.channel, rank.process.sentinel)]
+        """What the pool's thread waits on."""
+        raise NotImplementedError
 
     def receive(self, ready: list[Any]) -> None:
-        """Take in the messages and deaths among the files that are ready."""
-        for rank in self.ranks:
-            if not rank.death and (rank.channel in ready or rank.process.sentinel in ready):
-                self._take_messages(rank)
+        """Take in what is there on the files that are ready."""
+        raise NotImplementedError
 
-    def _take_messages(self, rank: Rank) -> None:
-        try:
-            while wait([rank.channel], 0):
-                self._take(rank, rank.channel.receive())
-            if not wait([rank.process.sentinel], 0):
-                return
-        except (EOFError, OSError, TransportError) as error:
-            rank.lines.append(f"channel: {error}")
-        self._bury(rank)
+    def ask_to_quit(self) -> None:
+        """Ask the ranks to end, and the current job to stop before."""
+        raise NotImplementedError
+
+    def quit(self) -> None:
+        """Wait a while for the ranks to end after `ask_to_quit`, then `kill`."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End the ranks at once and forget them; the state becomes down."""
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        """In a forked copy of this process: close whatever keeps ranks alive."""
+
+    def _hand_out(self, message: Packed) -> None:
+        """Send a job to the idle ranks."""
+        raise NotImplementedError
+
+    def _ask_to_stop(self, job: int) -> None:
+        """Have the ranks stop `job` at their next common check point."""
+        raise NotImplementedError
+
+    # ---- what the ranks say
 
     def _take(self, rank: Rank, message: dict[str, Any]) -> None:
         kind, job = message["kind"], self.job
@@ -114,6 +89,7 @@ class Replica:
             job.add_event(Progress(**message["progress"]))
         elif kind == "ready":
             rank.ready, rank.device_name = True, message["device_name"]
+            rank.device, rank.pid = message["device"], message["pid"]
         elif kind == "end":
             rank.end = message
             if message["outcome"] == "failed":
@@ -127,28 +103,20 @@ class Replica:
             if job is not None:
                 job.add_event(LogLine(rank.number, level, text))
 
-    def _bury(self, rank: Rank) -> None:
-        rank.process.join(1)  # the sentinel may fire before the exit code is there
-        rank.death = describe_exit(rank.process.exitcode)
-        if not rank.raised:
-            self._note_failure(rank, time.monotonic(), DIED_SECONDS)
-
     def _note_failure(self, rank: Rank, when: float, patience: float) -> None:
         rank.failed_at = when
         self._settled_at = min(self._settled_at or math.inf, time.monotonic() + patience)
-        if self.job is not None and self._page is not None:
-            self._page.request_stop(self.job.number)
+        if self.job is not None:
+            self._ask_to_stop(self.job.number)
 
     # ---- jobs
 
     def run(self, job: Job) -> None:
         """Give the idle ranks a job."""
-        assert self._page is not None
         self.state, self.job, self._settled_at, self._deadline = "busy", job, 0.0, 0.0
-        self._page.reset()
         for rank in self.ranks:
             rank.end = None
-            rank.send(job.message)
+        self._hand_out(job.message)
         job.message.close()
 
     def advance(self) -> None:
@@ -180,11 +148,10 @@ class Replica:
     def _advance_job(self, now: float) -> None:
         job = self.job
         assert job is not None
-        assert self._page is not None
         if all(rank.end or rank.death for rank in self.ranks) or (self._settled_at and now > self._settled_at):
             self._conclude(job)
         elif job.cancels and not self._deadline:
-            self._page.request_stop(job.number)
+            self._ask_to_stop(job.number)
             self._deadline = now + self._spec.grace_seconds
         elif self._deadline and not self._settled_at and (now > self._deadline or job.cancels > 1):
             error = self._stuck_error(
@@ -261,40 +228,6 @@ class Replica:
             f"{names} {what}.", rank=first.number, log_lines=tuple(first.lines), traceback=first.stack_report()
         )
 
-    # ---- end
-
-    def quit(self) -> None:
-        """End the workers in an orderly way: 3 s for that, 2 s after SIGTERM, then SIGKILL."""
-        if self.job is not None and self._page is not None:
-            self._page.request_stop(self.job.number)
-        for rank in self.ranks:
-            rank.send({"kind": "quit"})
-        self._join(3)
-        for rank in self.ranks:
-            rank.process.terminate()
-        self._join(2)
-        self.kill()
-
-    def _join(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for rank in self.ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
-
-    def kill(self) -> None:
-        """End all processes at once and forget them."""
-        for rank in self.ranks:
-            rank.process.kill()
-        self._join(5)
-        for rank in self.ranks:
-            if rank.process.exitcode is None:
-                logger.warning("%s does not end although it was killed: it is inside a system call.", rank.name)
-            rank.close()
-        self.ranks = []
-        if self._page is not None:
-            self._page = None
-            os.close(self._page_file)
-        self.state = "down"
-
     def status(self) -> dict[str, Any]:
         """Plain values for a status panel; may be called from any thread."""
         job = self.job
@@ -304,11 +237,3 @@ class Replica:
             "job": None if job is None else {"number": job.number, "call": job.call},
             "ranks": [rank.status() for rank in list(self.ranks)],
         }
-
-
-def _loopback_listener() -> socket.socket:
-    """A listening socket on a free port of 127.0.0.1: rank 0 serves the rendezvous on it (80 §30)."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    return listener

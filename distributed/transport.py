@@ -21,20 +21,20 @@ import struct
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
+from functools import partial
 from math import prod
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .tree import TransportError, decode, encode
+
 INLINE_BYTES = 1 << 16
 _COPY_BYTES = 1 << 26
 _MOST_FILES = 250  # the kernel passes at most 253 descriptors at once
 _HEAD = struct.Struct("<QQII")  # bytes of JSON, bytes of small blobs, descriptors, 1 if both stand in the last of them
-
-
-class TransportError(RuntimeError):
-    """A value that cannot cross between processes, or a channel that broke in the middle of a message."""
 
 
 class Packed:
@@ -46,7 +46,7 @@ class Packed:
         self.files: list[int] = []
         self._body_in_file = 0
         try:
-            text = json.dumps(self._encode(value, "")).encode()
+            text = json.dumps(encode(value, self._put)).encode()
             self.body = text + self._small
             self._lengths = len(text), len(self._small)
             if len(self.body) >= INLINE_BYTES:
@@ -69,41 +69,16 @@ class Packed:
         while self.files:
             os.close(self.files.pop())
 
-    def _encode(self, value: Any, where: str) -> Any:
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, Tensor):
-            if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-                raise TransportError(
-                    f"{where.lstrip('.')} is a {value.layout} tensor on {value.device}; only dense tensors can cross."
-                )
-            place = self._store(value.nbytes, _blocks(value))
-            return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), *place]}
-        if isinstance(value, (bytes, bytearray)):
-            return {"$bytes": self._store(len(value), [memoryview(value)])}
-        if isinstance(value, (list, tuple)):
-            items = [self._encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-            return items if isinstance(value, list) else {"$tuple": items}
-        if isinstance(value, dict):
-            if all(isinstance(key, str) and not key.startswith("$") for key in value):
-                return {key: self._encode(item, f"{where}.{key}") for key, item in value.items()}
-            pairs = [[self._encode(key, where), self._encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
-            return {"$dict": pairs}
-        raise TransportError(
-            f"{where.lstrip('.') or 'The message'} is a {type(value).__name__}, which cannot cross between processes; "
-            "give None, bool, int, float, str, bytes, list, tuple, dict or a tensor."
-        )
-
-    def _store(self, size: int, blocks: Iterable[memoryview]) -> list[int]:
-        """Keep a blob; returns its place: [file or -1, offset, bytes]."""
-        if size >= INLINE_BYTES:
-            self._add_file(blocks)
-            return [len(self.files) - 1, 0, size]
+    def _put(self, tensor: Tensor) -> list[int]:
+        """Keep a tensor's bytes; returns their place: [file or -1, offset, bytes]."""
+        if tensor.nbytes >= INLINE_BYTES:
+            self._add_file(_blocks(tensor))
+            return [len(self.files) - 1, 0, tensor.nbytes]
         self._small += bytes(-len(self._small) % 16)  # any dtype may start here
         offset = len(self._small)
-        for block in blocks:
+        for block in _blocks(tensor):
             self._small += block
-        return [-1, offset, size]
+        return [-1, offset, tensor.nbytes]
 
     def _add_file(self, blocks: Iterable[memoryview]) -> None:
         file = anonymous_file()
@@ -158,6 +133,10 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
+    def ready(self) -> bool:
+        """Whether `receive` has something to do, which may be to raise EOFError."""
+        return bool(wait([self._socket], 0))
+
     def send(self, message: Any) -> None:
         """Send a tree of plain values and tensors, or a `Packed` one; raises OSError if the other end is gone."""
         packed = message if isinstance(message, Packed) else Packed(message)
@@ -184,7 +163,8 @@ class Channel:
                 )
             size = text_size + small_size
             body = memoryview(_map(files[-1], size, private=True) if body_in_file else self._read(size))
-            return _decode(json.loads(bytes(body[:text_size])), body[text_size:], files, self._private)
+            small = body[text_size:]
+            return decode(json.loads(bytes(body[:text_size])), partial(_tensor, small, files, self._private))
         except ConnectionError as error:
             raise EOFError("The other end of the channel is gone.") from error
         finally:
@@ -219,33 +199,12 @@ def _map(file: int, size: int, private: bool) -> mmap.mmap:
     return mmap.mmap(file, size, flags=flags)
 
 
-def _decode(value: Any, small: memoryview, files: array.array[int], private: bool) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, small, files, private) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        (mark, content), = value.items()
-        if mark == "$tensor":
-            return _tensor(content, small, files, private)
-        if mark == "$bytes":
-            return bytes(_blob(content, small, files, private))
-        if mark == "$tuple":
-            return tuple(_decode(item, small, files, private) for item in content)
-        if mark == "$dict":
-            return {_decode(k, small, files, private): _decode(v, small, files, private) for k, v in content}
-    return {key: _decode(item, small, files, private) for key, item in value.items()}
-
-
-def _tensor(content: list[Any], small: memoryview, files: array.array[int], private: bool) -> Tensor:
-    name, shape, *place = content
-    dtype = getattr(torch, name)
+def _tensor(
+    small: memoryview, files: array.array[int], private: bool, place: list[int], dtype: torch.dtype, shape: list[int]
+) -> Tensor:
+    """The tensor at a place, in writable memory of its own."""
     if not prod(shape):
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(_blob(place, small, files, private), dtype=dtype).view(shape)
-
-
-def _blob(place: list[int], small: memoryview, files: array.array[int], private: bool) -> mmap.mmap | bytearray:
-    """The bytes at a place, as writable memory of their own."""
     file, offset, size = place
-    return bytearray(small[offset : offset + size]) if file < 0 else _map(files[file], size, private)
+    memory = bytearray(small[offset : offset + size]) if file < 0 else _map(files[file], size, private)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -136,7 +136,7 @@ def serve(channel_file: int, page_file: int, crash_file: int, listener_file: int
         channel.send({"kind": "end", "job": 0, "outcome": "failed", "error": describe_error(error)})
         raise
     channel.send({"kind": "memory", "memory": measure_memory(device)})
-    channel.send({"kind": "ready", "device_name": device_name(device)})
+    channel.send({"kind": "ready", **introduce(device)})
     while True:
         try:
             message = channel.receive()
@@ -221,8 +221,10 @@ def resident_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+def introduce(device: torch.device) -> dict[str, Any]:
+    """What a rank says of itself when it is ready."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"pid": os.getpid(), "device": str(device), "device_name": name}
 
 
 def _join(hello: dict[str, Any], device: torch.device, listener_file: int | None) -> ParallelContext:

@@ -228,7 +228,7 @@ def test_messages_of_an_earlier_job_are_dropped(pool: Pool) -> None:
 
 
 def test_an_ended_worker_is_explained() -> None:
-    from magi2_native.distributed.rank import describe_exit
+    from magi2_native.distributed.process import describe_exit
 
     assert describe_exit(3) == "ended with exit code 3"
     assert describe_exit(-9).startswith("was killed by SIGKILL (the kernel's out-of-memory killer")

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from magi2_native.distributed.transport import INLINE_BYTES, Channel, Packed, TransportError
+from magi2_native.distributed.transport import INLINE_BYTES, Channel, Packed
+from magi2_native.distributed.tree import TransportError
 
 LARGE = INLINE_BYTES + 1
 
