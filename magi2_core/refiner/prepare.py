@@ -26,6 +26,11 @@ _PIECE_BYTES_GPU = 1 << 29
 _SMALLEST_PIECE = 256
 
 
+def piece_rows(config: RefinerConfig, device_type: str) -> int:
+    """Rows of a piece of the row-wise operations."""
+    return max(_PIECE_BYTES.get(device_type, _PIECE_BYTES_GPU) // (4 * 2 * config.mlp_width), _SMALLEST_PIECE)
+
+
 @dataclass(frozen=True)
 class RefinerPrepared(Prepared):
     """This rank's rows of one sequence: video in block order, then sound, then text, cut evenly over the ranks.
@@ -73,7 +78,6 @@ def prepare_refiner(
     split = parallel.split(blocks.tokens)
     rows_S = torch.cat([order_V, torch.arange(blocks.video, blocks.tokens)])[split.rows]
     counts = (blocks.video, audio, text)
-    rows = max(_PIECE_BYTES.get(device.type, _PIECE_BYTES_GPU) // (4 * 2 * config.mlp_width), _SMALLEST_PIECE)
     return RefinerPrepared(
         parallel=parallel,
         split=split,
@@ -84,7 +88,7 @@ def prepare_refiner(
         first_rows=_rows_before(counts, split.start),
         order_S=None,
         rope_SR=rotary_table(coords_T9[rows_S], bands_B.cpu()).to(device),
-        piece_rows=rows,
+        piece_rows=piece_rows(config, device.type),
         order_V=order_V.to(device),
         windows=plan_windows(blocks, device, backend),
     )
@@ -137,4 +141,4 @@ def unpack_refiner(
         0, prepared.order_V, y_TC[:video, :video_channels]
     )
     video_1CTHW = raster_VC.T.reshape(1, video_channels, *prepared.grid)
-    return video_1CTHW, y_TC[None, video : video + audio, :audio_channels]
+    return video_1CTHW, y_TC[None, video : video + audio, :audio_channels].clone()  # a view would keep all rows alive

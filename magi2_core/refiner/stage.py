@@ -16,6 +16,10 @@ from ..events import Events
 from ..sampling.denoise import SamplingSettings, denoise
 from ..sampling.geometry import SPATIAL_STRIDE
 from ..sampling.guidance import GuidanceSettings, frame_scale
+from ..sampling.noise import clip_noise, draw_noise, noise_generator
+from .blocks import WindowSettings
+from .model import RELEASED_WINDOW, RefinerTransformer
+from .prepare import pack_refiner, unpack_refiner
 
 PREVIEW_SHIFT = 7.0
 NOISE_LEVELS = 1000
@@ -95,6 +99,17 @@ def add_noise(video: Tensor, noise_value: int, draw: Draw) -> Tensor:
     return signal * video + (1 - signal**2).sqrt() * draw(tuple(video.shape)).to(video.device)
 
 
+def noise_after_preview(seed: int, grid: tuple[int, int, int], audio_length: int, device: str = "cpu") -> Draw:
+    """The numbers that follow the preview's own in one pass from `seed` to the refined clip (50 §9).
+
+    grid (t, h, w) and audio_length: the preview's latents, whose noise is drawn again and dropped. RequestError as
+    `noise_generator`.
+    """
+    generator = noise_generator(seed, device)
+    clip_noise(generator, grid, audio_length)
+    return lambda shape: draw_noise(shape, generator)
+
+
 def refine(
     settings: RefinerSettings, video: Tensor, audio: Tensor, evaluate: Evaluate, draw: Draw, events: Events
 ) -> tuple[Tensor, Tensor]:
@@ -123,6 +138,43 @@ def refine(
 
     video, audio = denoise(sampling, x, shown if stepped else shown[:, :0], evaluate_pair, events, stage="refine")
     return video, audio if stepped else shown
+
+
+def model_evaluate(
+    model: RefinerTransformer,
+    settings: RefinerSettings,
+    preview_frames: int,
+    preview_sound: int,
+    prompt_LD: Tensor,
+    negative_LD: Tensor,
+    events: Events,
+    *,
+    window: WindowSettings = RELEASED_WINDOW,
+    backend: str = "auto",
+) -> Evaluate:
+    """The `evaluate` of a loaded transformer for one request; lays out both sequences once.
+
+    prompt, negative: text features [L, 5120], of any lengths, L may be 0. preview_frames, preview_sound: lengths of the
+    preview's latents. `events.check` is called between layers. RequestError as `RefinerTransformer.prepare`.
+    """
+    device = model.pre_adapter.video_embedder.weight.device
+    sound = preview_sound if settings.audio_noise_scale >= 0 else 0
+    texts = {True: prompt_LD.to(device, torch.float32), False: negative_LD.to(device, torch.float32)}
+    prepared = {
+        which: model.prepare(
+            settings.grid(preview_frames), len(text_LD), device, audio=sound, window=window, backend=backend
+        )
+        for which, text_LD in texts.items()
+    }
+    channels = model.config.video_in_channels, model.config.audio_in_channels
+
+    def evaluate(video: Tensor, audio: Tensor, with_prompt: bool) -> tuple[Tensor, Tensor]:
+        mine = prepared[with_prompt]
+        tokens = pack_refiner(mine, video.to(device), audio.to(device), texts[with_prompt])
+        velocities = unpack_refiner(model(mine, tokens, events), mine, *channels)
+        return velocities[0].to(video.device), velocities[1].to(audio.device)
+
+    return evaluate
 
 
 def _sound(scale: float, audio: Tensor, draw: Draw) -> tuple[Tensor, bool]:

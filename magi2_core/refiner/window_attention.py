@@ -88,8 +88,11 @@ def _masked(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, plan: WindowPlan) -> Te
     return o[0].transpose(0, 1).to(q_THd.dtype)
 
 
-def _buckets(blocks: BlockPlan, device: torch.device) -> Iterator[Bucket]:
-    """Group the query blocks by their number of rows and the lengths of the runs of their keys, the tail included."""
+def similar_blocks(blocks: BlockPlan) -> dict[tuple[int, ...], list[tuple[int, list[int]]]]:
+    """The query blocks, grouped by their number of rows and the lengths of the runs of their keys, the tail included.
+
+    Each with its first row and the first row of each of the runs.
+    """
     starts = blocks.starts
     groups: dict[tuple[int, ...], list[tuple[int, list[int]]]] = defaultdict(list)
     for block, runs in enumerate(blocks.key_runs):
@@ -98,7 +101,11 @@ def _buckets(blocks: BlockPlan, device: torch.device) -> Iterator[Bucket]:
             rows.append((blocks.video, blocks.tokens))
         key = (starts[block + 1] - starts[block], *(stop - start for start, stop in rows))
         groups[key].append((starts[block], [start for start, _ in rows]))
-    for (query_rows, *lengths), members in groups.items():
+    return groups
+
+
+def _buckets(blocks: BlockPlan, device: torch.device) -> Iterator[Bucket]:
+    for (query_rows, *lengths), members in similar_blocks(blocks).items():
         run_K = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         offset_K = torch.cat([torch.arange(length) for length in lengths])
         yield Bucket(
@@ -112,25 +119,32 @@ def _buckets(blocks: BlockPlan, device: torch.device) -> Iterator[Bucket]:
 
 def _gathered_(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, plan: WindowPlan) -> Tensor:
     """Overwrites q block by block: no other block reads those rows."""
-    limit = _GATHERED.get(q_THd.device.type, _GATHERED_GPU)
-    row_bytes = 2 * k_THd[0].numel() * k_THd.element_size()
+    key_bytes = 2 * k_THd[0].numel() * k_THd.element_size()
     for bucket in plan.buckets:
-        keys = len(bucket.run_K)
-        step = max(1, limit // (row_bytes * keys))
+        step = gathered_blocks(len(bucket.run_K), key_bytes, q_THd.device.type)
         rows_Q = torch.arange(bucket.query_rows, device=q_THd.device)
         chunks = zip(bucket.query_starts_N.split(step), bucket.key_starts_NR.split(step), strict=True)
         for queries_N, starts_NR in chunks:
-            query_index = (queries_N[:, None] + rows_Q).flatten()
-            key_index = (starts_NR[:, bucket.run_K] + bucket.offset_K).flatten()
-            q_NQHd, k_NKHd, v_NKHd = (
-                x_THd.index_select(0, index).unflatten(0, (len(queries_N), -1))
-                for x_THd, index in ((q_THd, query_index), (k_THd, key_index), (v_THd, key_index))
-            )
-            q_THd.index_copy_(0, query_index, _dense(q_NQHd, k_NKHd, v_NKHd).flatten(0, 1))
+            keys_NK = starts_NR[:, bucket.run_K] + bucket.offset_K
+            _attend_rows_(q_THd, k_THd, v_THd, queries_N[:, None] + rows_Q, keys_NK)
     if plan.blocks.tail:
         tail = slice(plan.blocks.video, None)
         q_THd[tail] = _dense(q_THd[None, tail], k_THd[None], v_THd[None])[0]
     return q_THd
+
+
+def _attend_rows_(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, queries_NQ: Tensor, keys_NK: Tensor) -> None:
+    """Attention of N sets of query rows, each to its set of key rows, over q."""
+    q_NQHd, k_NKHd, v_NKHd = (
+        x_THd.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+        for x_THd, rows in ((q_THd, queries_NQ), (k_THd, keys_NK), (v_THd, keys_NK))
+    )
+    q_THd.index_copy_(0, queries_NQ.flatten(), _dense(q_NQHd, k_NKHd, v_NKHd).flatten(0, 1))
+
+
+def gathered_blocks(keys: int, key_bytes: int, device_type: str) -> int:
+    """How many query blocks with `keys` keys each are attended at once; `key_bytes` of key and value for each key."""
+    return max(1, _GATHERED.get(device_type, _GATHERED_GPU) // (key_bytes * keys))
 
 
 def _dense(q_NQHd: Tensor, k_NKHd: Tensor, v_NKHd: Tensor) -> Tensor:
@@ -163,13 +177,6 @@ def flex_block_mask(blocks: BlockPlan, device: torch.device) -> Any:
     Tiles of 128 rows need not be blocks (the last blocks of an axis are short): a tile pair that is allowed throughout
     is listed as full, one that may hold an allowed pair is listed for the element-wise test.
     """
-    try:
-        from torch.nn.attention.flex_attention import BlockMask
-    except ImportError as error:
-        raise MissingDependencyError(
-            "The flex backend of the window attention needs the flex attention of torch 2.7 or newer;"
-            " choose the backend 'gather'."
-        ) from error
     rows = _rows(blocks).to(device)
     video = blocks.video
 
@@ -183,14 +190,17 @@ def flex_block_mask(blocks: BlockPlan, device: torch.device) -> Any:
         return near | (inside[0] & inside[1] & inside[2])
 
     some, every = _tile_pairs(rows)
-    return BlockMask.from_kv_blocks(
-        *_listed(some & ~every),
-        *_listed(every),
-        BLOCK_SIZE=_TILE,
-        mask_mod=allowed,
-        seq_lengths=(blocks.tokens, blocks.tokens),
-        compute_q_blocks=False,
-    )
+    tiles = (*_listed(some & ~every), *_listed(every))
+    try:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        lengths = (blocks.tokens, blocks.tokens)
+        return BlockMask.from_kv_blocks(*tiles, BLOCK_SIZE=_TILE, mask_mod=allowed, seq_lengths=lengths)
+    except (ImportError, TypeError) as error:
+        raise MissingDependencyError(
+            f"The flex backend of the window attention needs a newer flex attention than that of torch"
+            f" {torch.__version__} ({error}); choose the backend 'gather'."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -225,13 +235,12 @@ def _tile_pairs(rows: _Rows) -> tuple[Tensor, Tensor]:
         return tiles.amin(-1), tiles.amax(-1)
 
     (place0, place1), (low0, low1), (high0, high1) = (corners(x) for x in (rows.place_AT, rows.low_AT, rows.high_AT))
-    whole_tail, part_tail = (x[0].bool() for x in corners(rows.tail_T[None]))
+    whole_tail = corners(rows.tail_T[None])[0][0].bool()
+    # Rows of the tail are put into the first block: a tile that holds them beside the last video rows then spans all
+    # blocks, and so is tested against every tile, but is never taken for one that is allowed throughout.
     some = ((low0[:, :, None] <= place1[:, None]) & (high1[:, :, None] >= place0[:, None])).all(0)
     every = ((low1[:, :, None] <= place0[:, None]) & (high0[:, :, None] >= place1[:, None])).all(0)
-    every &= ~(part_tail[:, None] | part_tail)
-    every |= whole_tail[:, None] | whole_tail
-    some |= part_tail[:, None] | part_tail
-    return some, every
+    return some, every | whole_tail[:, None] | whole_tail
 
 
 def _listed(pairs: Tensor) -> tuple[Tensor, Tensor]:

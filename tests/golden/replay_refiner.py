@@ -30,7 +30,7 @@ from ...magi2_core.refiner.layer import Layer
 from ...magi2_core.refiner.model import RefinerTransformer
 from ...magi2_core.refiner.parameters import refiner_tensors
 from ...magi2_core.refiner.prepare import RefinerPrepared, pack_refiner, prepare_refiner, row_coords, unpack_refiner
-from ...magi2_core.refiner.stage import RefinerSettings, noise_table, refine
+from ...magi2_core.refiner.stage import RefinerSettings, model_evaluate, noise_table, refine
 from ...magi2_core.refiner.window_attention import plan_windows, window_attention_
 from ...magi2_core.sampling.schedule import make_schedule
 from .replay import Case, Measure, equal, max_abs, rel_l2
@@ -443,23 +443,19 @@ def run_end_to_end(case: Case) -> list[Measure]:
     model = tiny_model(weights, json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))["arch"])
     triples = re.findall(r"\((\d+),\s*(\d+),\s*(\d+)\)", meta["description"])  # the case states its window in prose
     block, radius = (tuple(map(int, found)) for found in triples)
-    settings = settings_of(meta)
-    grid = settings.grid(t["in.latent"].shape[2])
-    texts = {True: t["in.context"][0], False: t["in.context_null"][0]}
-    sound = t["in.audio_latent"].shape[1] if settings.audio_noise_scale >= 0 else 0
-    prepared = {
-        which: model.prepare(grid, len(text), CPU, audio=sound, window=WindowSettings("grid", block, radius))
-        for which, text in texts.items()
-    }
+    settings, latent, sound = settings_of(meta), t["in.latent"], t["in.audio_latent"]
+    window = WindowSettings("grid", block, radius)
+    prompt, negative = t["in.context"][0], t["in.context_null"][0]
+    own = model_evaluate(
+        model, settings, latent.shape[2], sound.shape[1], prompt, negative, Silent(), window=window
+    )
 
     def evaluate(video: Tensor, audio: Tensor, with_prompt: bool) -> tuple[Tensor, Tensor]:
-        mine = prepared[with_prompt]
-        rows = model(mine, pack_refiner(mine, video, audio, texts[with_prompt]))
-        velocities = unpack_refiner(rows, mine, model.config.video_in_channels, model.config.audio_in_channels)
+        velocities = own(video, audio, with_prompt)
         recorder.calls.append((video, velocities[0], audio, velocities[1]))
         return velocities
 
-    video, audio = refine(settings, t["in.latent"], t["in.audio_latent"], evaluate, recorder.draw, Silent())
+    video, audio = refine(settings, latent, sound, evaluate, recorder.draw, Silent())
     return recorder.compare(video, audio, velocities=2)
 
 
