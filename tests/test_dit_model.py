@@ -283,6 +283,17 @@ def test_the_ranks_rows_are_all_rows_in_order(ranks: int) -> None:
     assert torch.equal(torch.cat(rows), small_prepared(layout=layout).rope_SR)
 
 
+def test_a_rank_embeds_its_own_rows_of_the_features_that_all_ranks_have() -> None:
+    layout = small_layout(PACKED)
+    tokens, model = small_tokens(layout), small_model()
+    whole = model.pre_adapter(tokens, small_prepared(layout=layout), torch.float32)
+    for rank in range(4):
+        context = ParallelContext(ParallelLayout(sp=4), rank, None, None, None, None)
+        prepared = prepare(CONFIG, layout, context, rotary_bands(8), "cpu")
+        rows = model.pre_adapter(tokens, prepared, torch.float32)
+        assert torch.allclose(rows, whole[prepared.split.rows], atol=1e-6)
+
+
 def test_pieces_are_small_on_a_cpu_and_large_on_a_gpu() -> None:
     wide = replace(CONFIG, hidden_size=3072)
     assert small_prepared().plain_pieces == (Run(0, 0, 21),)
