@@ -115,18 +115,19 @@ def run_guidance(case: Case) -> list[Measure]:
 def packed_request(case: Case, proxy: dict[str, Any], use_ref_for_uncond: bool) -> PackedRequest:
     """The request of a packing or loop case."""
     tensors = case.tensors
-    images = tensors.get("in.ref_image_feat")
+    images, marks = tensors.get("in.ref_image_feat"), tensors.get("in.ref_image_special_token")
     pictures = {}
-    if images is not None and images.shape[1]:
-        pictures = {"images_MChw": images[0, :, :, 0], "markers_MD": tensors["in.ref_image_special_token"][0]}
+    # the reference takes a picture without its mark for none; the product refuses it (20 §10)
+    if images is not None and marks is not None and images.shape[1]:
+        pictures = {"images_MChw": images[0, :, :, 0], "markers_MD": marks[0]}
     conditional = Conditions(tensors["in.txt_feat"][0], **pictures)
     unconditional = Conditions(tensors["in.null_txt_feat"][0], **pictures)
     if not use_ref_for_uncond:
         unconditional = unconditional.without_picture_content()
     options = PackingOptions(
-        time_width=proxy["time_channel_dim"],
-        time_token=proxy["add_time_token"],
-        stretch_rope=proxy["spatial_rope_interpolation"] == "inter",
+        time_width=proxy.get("time_channel_dim", 64),
+        time_token=proxy.get("add_time_token", False),
+        stretch_rope=proxy.get("spatial_rope_interpolation", "extra") == "inter",
     )
     grid = tuple(tensors["in.latent"].shape[2:])
     return pack_request(grid, tensors["in.audio_latent"].shape[1], [conditional, unconditional], options=options)
@@ -174,11 +175,12 @@ def model_arguments(request: PackedRequest, tokens: PackedTokens) -> dict[str, A
 
 def run_packing(case: Case) -> list[Measure]:
     meta, tensors = case.meta, case.tensors
-    request = packed_request(case, meta["data_proxy_config"], meta["cfg"]["use_ref_for_uncond"])
+    use_ref_for_uncond = meta.get("cfg", {}).get("use_ref_for_uncond", True)
+    request = packed_request(case, meta.get("data_proxy_config", {}), use_ref_for_uncond)
     time = (torch.tensor(meta["timestep"], dtype=torch.float32) / 1000).item()
     tokens = pack_tokens(request, tensors["in.latent"], tensors["in.audio_latent"], time)
     got = model_arguments(request, tokens)
-    if meta["simulated_cp_ep_size"] > 1:
+    if meta.get("simulated_cp_ep_size", 1) > 1:
         got = padded_to_48(got)
     measures = [
         equal(key, got[key], tensors[f"out.{key}"])
@@ -190,7 +192,7 @@ def run_packing(case: Case) -> list[Measure]:
     )
     lengths = got["cu_seqlens"].diff()
     measures.append(equal("max_seqlen", lengths.max().item(), meta["max_seqlen"]))
-    measures.append(equal("padding", len(got["modality_mapping"]) - request.layout.tokens, meta["pad_size"]))
+    measures.append(equal("padding", len(got["modality_mapping"]) - request.layout.tokens, meta.get("pad_size", 0)))
     real_rows = tensors["in.model_output"][: request.layout.tokens]
     video, audio = unpack(real_rows, request, tensors["in.latent"].shape[1], tensors["in.audio_latent"].shape[2])
     return [*measures, equal("video", video, tensors["out.video"]), equal("audio", audio, tensors["out.audio"])]
@@ -213,11 +215,10 @@ def _compare_noise(case: Case, draw: dict[str, Any], name: str, noise: Tensor, t
     what = f"{name} {draw['key']}"
     expected = case.tensors[f"out.{name}_{draw['key']}"]
     got = noise if draw[f"{name}_stored"] == "full" else torch.cat([noise.flatten()[:64], noise.flatten()[-64:]])
-    mean = torch.tensor(draw[f"{name}_mean"], dtype=torch.float64)
-    measures = [
-        max_abs(what, got, expected, tolerance),
-        max_abs(f"{what} mean", noise.double().mean(), mean, tolerance),
-    ]
+    measures = [max_abs(what, got, expected, tolerance)]
+    if f"{name}_mean" in draw:
+        mean = torch.tensor(draw[f"{name}_mean"], dtype=torch.float64)
+        measures.append(max_abs(f"{what} mean", noise.double().mean(), mean, tolerance))
     # the hash holds for one torch build with wide vectors; elsewhere the values count (the case's own tolerance note)
     if case.meta.get("torch_version") == torch.__version__ and torch.backends.cpu.get_cpu_capability() != "DEFAULT":
         digest = hashlib.sha256(noise.numpy().tobytes()).hexdigest()
@@ -251,7 +252,7 @@ def run_loop(case: Case) -> list[Measure]:
     config, tensors = case.meta["config"], case.tensors
     settings = SamplingSettings(config["num_inference_steps"], config["shift"], guidance_of(config["cfg"]))
     weights = {key.removeprefix("weights."): value for key, value in tensors.items() if key.startswith("weights.")}
-    request = packed_request(case, config["data_proxy"], config["cfg"]["use_ref_for_uncond"])
+    request = packed_request(case, config.get("data_proxy", {}), settings.guidance.use_ref_for_uncond)
     calls: list[dict[str, Any]] = []
     inputs, outputs = [], []
 
