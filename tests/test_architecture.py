@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("nodes", "headless", "magi2_core", "distributed")
+PARTS = ("nodes", "headless", "stages", "magi2_core", "distributed")
 MAY_IMPORT = {
-    "nodes": {"nodes", "headless", "magi2_core", "distributed"},
-    "headless": {"headless", "magi2_core", "distributed"},
+    "nodes": {"nodes", "stages", "magi2_core", "distributed"},
+    "headless": {"headless", "stages", "magi2_core", "distributed"},
+    "stages": {"stages", "magi2_core", "distributed"},
     "magi2_core": {"magi2_core", "distributed.layout", "distributed.exchange"},
     "distributed": {"distributed"},
 }
@@ -51,7 +52,7 @@ def test_each_part_imports_only_what_it_may(part: str) -> None:
             assert allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 
-@pytest.mark.parametrize("part", ["headless", "magi2_core", "distributed"])
+@pytest.mark.parametrize("part", ["headless", "stages", "magi2_core", "distributed"])
 def test_only_the_node_layer_imports_comfyui(part: str) -> None:
     for path in modules(part):
         found = {name.split(".")[0] for name, level in imports(path) if not level} & COMFY
@@ -68,7 +69,7 @@ def test_the_package_imports_itself_by_relative_names_only() -> None:
 def test_importing_every_module_needs_torch_alone_and_starts_nothing() -> None:
     names = [
         ".".join(("magi2_native", *path.relative_to(ROOT).with_suffix("").parts))
-        for part in ("magi2_core", "distributed", "headless")
+        for part in ("magi2_core", "distributed", "headless", "stages")
         for path in modules(part)
         if path.name not in ("__init__.py", "bootstrap.py")
     ]
