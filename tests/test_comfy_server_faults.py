@@ -37,8 +37,7 @@ async def restart(request):
 
 
 def workers_in_mid_step(server: Server) -> list[psutil.Process]:
-    submit(server, small_prompt(steps=900))
-    wait_for_stage(server, "sample")
+    wait_for_stage(server, submit(server, small_prompt(steps=900)), "sample")
     workers = server.workers()
     assert len(workers) >= 2
     return workers

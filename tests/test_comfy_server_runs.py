@@ -117,7 +117,7 @@ def test_cancel_stops_in_two_seconds_without_an_error_and_the_next_run_is_right(
         comfy.request("/magi2/stop", {})
     prompt = small_prompt(seed=hash(phase) % 1000 + 100, **LONG[phase])  # type: ignore[arg-type]
     prompt_id = submit(comfy, prompt)
-    wait_for_stage(comfy, phase)
+    wait_for_stage(comfy, prompt_id, phase)
     pressed = time.monotonic()
     comfy.request("/interrupt", {})
     finished = wait(comfy, prompt_id)
@@ -137,7 +137,7 @@ def undisturbed(comfy: Server) -> bytes:
 
 def test_a_killed_worker_is_named_and_the_next_run_is_right(comfy: Server, undisturbed: bytes) -> None:
     prompt_id = submit(comfy, small_prompt(seed=21, steps=300))
-    wait_for_stage(comfy, "sample")
+    wait_for_stage(comfy, prompt_id, "sample")
     victim = comfy.workers()[-1]
     victim.kill()
     finished = wait(comfy, prompt_id, 30)

@@ -98,14 +98,16 @@ def run(server: Server, prompt: Prompt) -> Run:
     return finished
 
 
-def wait_for_stage(server: Server, stage: str, seconds: float = 120) -> None:
-    """Wait until the workers are in a stage: 'starting', or a stage's name with at least one unit done."""
+def wait_for_stage(server: Server, prompt_id: str, stage: str, seconds: float = 120) -> None:
+    """Wait until the workers are in a stage of a prompt: 'starting', or a stage's name with a unit of it done."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         status = server.get("/magi2/status")
         progress = status["progress"] or {}
         if status["state"] == stage or (progress.get("stage") == stage and progress.get("total")):
             return
+        ended = server.get(f"/history/{prompt_id}").get(prompt_id)
+        assert ended is None, f"{stage} was not reached: {ended['status']}"
         time.sleep(0.02)
     raise AssertionError(f"{stage} was not reached: {server.get('/magi2/status')}")
 

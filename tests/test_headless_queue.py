@@ -1,0 +1,199 @@
+"""`magi2 queue` against a small server that speaks ComfyUI's protocol (60 §10)."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from magi2_native.headless.cli import main
+from magi2_native.headless.queue import queue_workflow
+from magi2_native.magi2_core.errors import RequestError
+from magi2_native.magi2_core.events import Silent
+from magi2_native.tests.comfy_server.client import small_prompt
+
+web = pytest.importorskip("aiohttp.web", reason="magi2 queue needs aiohttp")
+
+PROMPT_ID = "p-1"
+
+
+class Comfy:
+    """One prompt at a time; `ending` is the last message that the page would get."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any]] = []
+        self.sockets: list[Any] = []
+        self.submitted: Any = None
+        self.node_errors: dict[str, Any] = {}
+        self.status = 200
+        self.ending: tuple[str, dict[str, Any]] = ("executing", {"node": None})
+        self.hold = False
+        self.drop_socket = False
+        self.content = b"mp4 bytes"
+        app = web.Application()
+        app.add_routes([
+            web.get("/ws", self.ws), web.post("/prompt", self.prompt), web.get("/history/{id}", self.history),
+            web.get("/view", self.view), web.post("/upload/image", self.upload), web.get("/queue", self.queue),
+            web.post("/queue", self.note), web.post("/interrupt", self.note),
+        ])  # fmt: skip
+        self.loop = asyncio.new_event_loop()
+        self.runner = web.AppRunner(app)
+        self.loop.run_until_complete(self.runner.setup())
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        self.loop.run_until_complete(site.start())
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+    async def ws(self, request: Any) -> Any:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        self.sockets.append(socket)
+        async for _ in socket:
+            pass
+        return socket
+
+    async def prompt(self, request: Any) -> Any:
+        self.submitted = (await request.json())["prompt"]
+        answer = {"prompt_id": PROMPT_ID, "node_errors": self.node_errors}
+        if self.status != 200:
+            answer["error"] = {"message": "Prompt outputs failed validation"}
+        elif not self.node_errors:
+            asyncio.get_running_loop().create_task(self.play())
+        return web.json_response(answer, status=self.status)
+
+    async def play(self) -> None:
+        (socket,) = self.sockets
+        await socket.send_bytes(b"\x00\x00\x00\x01a preview")
+        messages = [
+            ("progress", {"value": 9, "max": 9, "node": "3", "prompt_id": "someone else's"}),
+            ("executing", {"node": "3"}),
+            ("progress", {"value": 1, "max": 2, "node": "3"}),
+            ("progress", {"value": 2, "max": 2, "node": "3"}),
+        ]
+        if not self.hold:
+            messages.append(self.ending)
+        for kind, data in messages:
+            await socket.send_json({"type": kind, "data": {"prompt_id": PROMPT_ID, **data}})
+        if self.drop_socket:
+            await socket.close()
+
+    async def history(self, request: Any) -> Any:
+        clip = {"filename": "a b.mp4", "subfolder": "video", "type": "output"}
+        preview = {"filename": "p.png", "subfolder": "", "type": "temp"}
+        output = {"5": {"images": [clip], "animated": [True]}, "7": {"images": [preview], "text": ["hi"]}}
+        return web.json_response({PROMPT_ID: {"outputs": output, "status": {"messages": []}}})
+
+    async def view(self, request: Any) -> Any:
+        self.seen.append(("/view", dict(request.query)))
+        return web.Response(body=self.content)
+
+    async def upload(self, request: Any) -> Any:
+        form = await request.post()
+        self.seen.append(("/upload/image", (form["image"].filename, form["image"].file.read(), form["subfolder"])))
+        return web.json_response({"name": "renamed.png", "subfolder": form["subfolder"], "type": "input"})
+
+    async def queue(self, request: Any) -> Any:
+        return web.json_response({"queue_running": [], "queue_pending": []})
+
+    async def note(self, request: Any) -> Any:
+        self.seen.append((request.path, await request.json()))
+        return web.json_response({})
+
+
+class Recording(Silent):
+    def __init__(self) -> None:
+        self.ticks: list[tuple[str, int, int]] = []
+
+    def progress(self, stage: str, done: int, total: int, latent: Any = None) -> None:
+        self.ticks.append((stage, done, total))
+
+
+@pytest.fixture
+def comfy() -> Iterator[Comfy]:
+    server = Comfy()
+    yield server
+    server.close()
+
+
+def test_results_are_downloaded_and_progress_is_shown(comfy: Comfy, tmp_path: Path) -> None:
+    events = Recording()
+    written = queue_workflow(small_prompt(), comfy.url, tmp_path / "out", events)
+    assert written == [tmp_path / "out" / "a b.mp4"], "temporary pictures stay where they are"
+    assert written[0].read_bytes() == b"mp4 bytes"
+    assert events.ticks == [("MAGI-2 Sampler", 1, 2), ("MAGI-2 Sampler", 2, 2)]
+    assert comfy.seen == [("/view", {"filename": "a b.mp4", "subfolder": "video", "type": "output"})]
+
+
+def test_local_files_are_uploaded_and_renamed_in_the_workflow(comfy: Comfy, tmp_path: Path) -> None:
+    workflow = small_prompt("picture_to_clip")
+    (tmp_path / "example.png").write_bytes(b"a picture")
+    queue_workflow(workflow, comfy.url, tmp_path / "out", Silent(), files_near=tmp_path)
+    assert ("/upload/image", ("example.png", b"a picture", "magi2")) in comfy.seen
+    (image,) = (node for node in comfy.submitted.values() if node["class_type"] == "LoadImage")
+    assert image["inputs"]["image"] == "magi2/renamed.png"
+
+
+@pytest.mark.parametrize("status", [400, 200])
+def test_a_workflow_that_is_refused_in_part_is_refused_whole(comfy: Comfy, tmp_path: Path, status: int) -> None:
+    comfy.status = status
+    comfy.node_errors = {"3": {"class_type": "Magi2Sampler", "errors": [{"message": "bad", "details": "steps is 0"}]}}
+    with pytest.raises(RequestError, match=r"node 3 \(Magi2Sampler\): steps is 0"):
+        queue_workflow(small_prompt(), comfy.url, tmp_path, Silent())
+    if status == 200:
+        assert ("/queue", {"delete": [PROMPT_ID]}) in comfy.seen
+        assert ("/interrupt", {"prompt_id": PROMPT_ID}) in comfy.seen
+
+
+def test_an_error_on_the_server_is_told_in_its_words(comfy: Comfy, tmp_path: Path) -> None:
+    comfy.ending = ("execution_error", {"node_id": "3", "exception_message": "Rank 1 was killed by SIGKILL."})
+    with pytest.raises(RequestError, match=r"MAGI-2 Sampler failed: Rank 1 was killed by SIGKILL."):
+        queue_workflow(small_prompt(), comfy.url, tmp_path / "out", Silent())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_prompt_that_someone_interrupts_is_a_failure(comfy: Comfy, tmp_path: Path) -> None:
+    comfy.ending = ("execution_interrupted", {})
+    with pytest.raises(RequestError, match="interrupted on the server"):
+        queue_workflow(small_prompt(), comfy.url, tmp_path, Silent())
+
+
+def test_ctrl_c_takes_the_prompt_back(comfy: Comfy, tmp_path: Path) -> None:
+    comfy.hold = True
+
+    class Pressing(Silent):
+        def progress(self, stage: str, done: int, total: int, latent: Any = None) -> None:
+            if done == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        queue_workflow(small_prompt(), comfy.url, tmp_path, Pressing())
+    assert ("/interrupt", {"prompt_id": PROMPT_ID}) in comfy.seen
+    assert ("/queue", {"delete": [PROMPT_ID]}) in comfy.seen
+
+
+def test_a_lost_connection_does_not_lose_the_result(comfy: Comfy, tmp_path: Path) -> None:
+    comfy.hold = comfy.drop_socket = True
+    assert queue_workflow(small_prompt(), comfy.url, tmp_path / "out", Silent())
+
+
+def test_exit_codes(comfy: Comfy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps(small_prompt()))
+    arguments = ["queue", str(path), "--server", comfy.url, "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--set", "Magi2Sampler.seed=9"]) == 0
+    assert comfy.submitted["3"]["inputs"]["seed"] == 9
+    assert "a b.mp4" in capsys.readouterr().out
+    comfy.ending = ("execution_error", {"node_id": "3", "exception_message": "boom"})
+    comfy.sockets.clear()
+    assert main(arguments) == 1
+    assert "boom" in capsys.readouterr().err
+    assert main(["queue", str(path), "--server", "http://127.0.0.1:9", "--output", str(tmp_path)]) == 1
+    assert "does not answer" in capsys.readouterr().err

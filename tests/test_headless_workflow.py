@@ -1,0 +1,197 @@
+"""`magi2 run`: workflows read, changed, checked and executed without ComfyUI."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import magi2_native.distributed.pool as pool_module
+import pytest
+from magi2_native.headless.cli import main
+from magi2_native.headless.run import STEPS, check_workflow, run_workflow
+from magi2_native.headless.workflow import read_workflow, set_inputs
+from magi2_native.magi2_core.codecs.media import read_back
+from magi2_native.magi2_core.errors import RequestError
+from magi2_native.magi2_core.events import Silent
+from magi2_native.stages.folders import Folders
+from magi2_native.stages.manager import manager
+from magi2_native.tests.comfy_server.client import small_prompt
+from magi2_native.tests.comfy_stub.fake_pool import FakePool
+from magi2_native.tests.comfy_stub.fixtures import write_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATES = sorted((ROOT / "workflows" / "api").glob("*.json"))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    from PIL import Image
+
+    write_checkpoint(tmp_path / "models" / "MAGI-2-Preview")
+    (tmp_path / "input").mkdir()
+    Image.new("RGB", (64, 36), "gray").save(tmp_path / "input" / "example.png")
+    return Folders((tmp_path / "models",), tmp_path / "output", tmp_path / "input")
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakePool]]:
+    made: list[FakePool] = []
+
+    def make(model: Any) -> FakePool:
+        made.append(FakePool(model, pool_module))
+        return made[-1]
+
+    monkeypatch.setattr(manager, "_make_pool", make)
+    yield made
+    manager.stop()
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_every_template_runs_and_writes_a_clip_with_exact_counts(
+    folders: Folders, pools: list[FakePool], template: Path
+) -> None:
+    workflow = small_prompt(template.stem, width=64, height=32)
+    written = run_workflow(workflow, folders, Silent())
+    (clip,) = (path for path in written if path.suffix == ".mp4")
+    facts = read_back(clip)
+    assert (facts.frames, facts.width, facts.height, facts.frame_rate) == (125, 64, 32, 12.5)
+    assert facts.audio_seconds == 10.0
+    assert clip == folders.output / "video" / "magi2_00001_.mp4"
+    assert pools[-1].closed, "workers end with the run"
+    again = run_workflow(workflow, folders, Silent())
+    assert folders.output / "video" / "magi2_00002_.mp4" in again
+
+
+def test_each_node_runs_once_however_many_read_it(folders: Folders, pools: list[FakePool]) -> None:
+    run_workflow(small_prompt("low_memory", width=32, height=48), folders, Silent())
+    assert [call for pool in pools for call, _ in pool.calls].count("sample") == 1
+
+
+def test_unknown_nodes_are_refused_by_name_before_anything_runs(folders: Folders, pools: list[FakePool]) -> None:
+    workflow = small_prompt()
+    workflow["x"] = {"class_type": "KSampler", "inputs": {}}
+    workflow["y"] = {"class_type": "PreviewImage", "inputs": {}}
+    with pytest.raises(RequestError, match="KSampler, PreviewImage"):
+        run_workflow(workflow, folders, Silent())
+    assert pools == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w["3"]["inputs"].update(sharpness=3), "has no input sharpness"),
+        (lambda w: w["2"]["inputs"].pop("prompt"), "lacks its input prompt"),
+        (lambda w: w["5"]["inputs"].update(video=["77", 0]), "node 77, which is not in the workflow"),
+        (lambda w: w["2"]["inputs"].update(model=["4", 0]), "in a circle: 1?"),
+        (lambda w: [w.pop(key) for key in ("5", "latent")], "saves nothing"),
+        (lambda w: w["5"]["inputs"].update(video=["4", 9]), "output 9 of Magi2Decode"),
+        (lambda w: w["5"]["inputs"].update(video=["4", 0]), "needs the video output"),
+        (lambda w: w["5"]["inputs"].update(filename_prefix="../../evil"), "leaves the output folder"),
+        (lambda w: w["5"]["inputs"].update(filename_prefix="/tmp/evil"), "leaves the output folder"),
+        (lambda w: w["1"]["inputs"].update(checkpoint="none"), "Found there: MAGI-2-Preview"),
+    ],
+)
+def test_broken_workflows_are_refused_in_a_sentence(
+    folders: Folders, pools: list[FakePool], change: Any, message: str
+) -> None:
+    workflow = small_prompt(width=32, height=48)
+    change(workflow)
+    with pytest.raises(RequestError, match=message):
+        run_workflow(workflow, folders, Silent())
+
+
+def test_pictures_come_from_the_input_folder_only(folders: Folders, pools: list[FakePool], tmp_path: Path) -> None:
+    workflow = small_prompt("picture_to_clip", width=32, height=48)
+    (loader,) = (key for key, node in workflow.items() if node["class_type"] == "LoadImage")
+    (tmp_path / "secret.png").write_bytes((tmp_path / "input" / "example.png").read_bytes())
+    for name in ("../secret.png", str(tmp_path / "secret.png"), "none.png"):
+        workflow[loader]["inputs"]["image"] = name
+        with pytest.raises(RequestError, match="no picture"):
+            run_workflow(workflow, folders, Silent())
+
+
+def test_workers_end_also_when_the_run_fails(folders: Folders, pools: list[FakePool]) -> None:
+    class Stopping(Silent):
+        def progress(self, stage: str, *_: Any) -> None:
+            if stage == "sample":
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_workflow(small_prompt(width=32, height=48), folders, Stopping())
+    assert pools[0].cancelled == ["sample"]
+    assert pools[0].closed
+    assert not list(folders.output.rglob("*.mp4"))
+
+
+def test_the_steps_cover_our_nodes_and_two_of_the_core() -> None:
+    assert {name for name in STEPS if not name.startswith("Magi2")} == {"LoadImage", "SaveVideo"}
+
+
+# ---- reading and changing
+
+
+def test_a_workflow_of_the_page_is_refused_with_advice() -> None:
+    with pytest.raises(RequestError, match="API twin"):
+        read_workflow(ROOT / "workflows" / "text_to_clip.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"1": {"inputs": {}}}', '{"1": 3}', "{"])
+def test_files_that_are_no_workflow_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(text)
+    with pytest.raises(RequestError):
+        read_workflow(path)
+
+
+def test_a_saved_request_body_is_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps({"prompt": small_prompt()}))
+    assert check_workflow(read_workflow(path))
+
+
+def test_inputs_are_set_by_id_title_or_class() -> None:
+    workflow = small_prompt()
+    set_inputs(workflow, [
+        "3.seed=18446744073709551615", "Magi2Sampler.video_guidance=4.5", "MAGI-2 Encode Prompt.prompt=a = b, {x}",
+        "Magi2EncodePrompt.for_picture=true", "5.filename_prefix=1234", "Magi2Sampler.orientation=portrait",
+    ])  # fmt: skip
+    assert workflow["3"]["inputs"]["seed"] == 2**64 - 1
+    assert workflow["3"]["inputs"]["video_guidance"] == 4.5
+    assert workflow["2"]["inputs"]["prompt"] == "a = b, {x}"
+    assert workflow["2"]["inputs"]["for_picture"] is True
+    assert workflow["5"]["inputs"]["filename_prefix"] == "1234", "a text stays a text"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("seed=3", "write node.input=value"),
+        ("3.seed", "write node.input=value"),
+        ("99.seed=3", "No node is called '99'"),
+        ("3.model=x", "comes from another node"),
+    ],
+)
+def test_assignments_that_cannot_be_made_are_refused(assignment: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        set_inputs(small_prompt(), [assignment])
+
+
+def test_a_name_that_fits_two_nodes_is_refused() -> None:
+    workflow = small_prompt()
+    workflow["other"] = dict(workflow["3"])
+    with pytest.raises(RequestError, match="2 nodes are called 'Magi2Sampler'"):
+        set_inputs(workflow, ["Magi2Sampler.seed=3"])
+
+
+def test_the_command_runs_a_workflow_and_prints_what_it_wrote(
+    folders: Folders, pools: list[FakePool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps(small_prompt(width=32, height=48)))
+    arguments = [str(path), "--models", str(tmp_path / "models"), "--output", str(tmp_path / "out"),
+                 "--set", "Magi2Sampler.steps=1"]  # fmt: skip
+    assert main(["run", *arguments]) == 0
+    assert str(tmp_path / "out" / "video" / "magi2_00001_.mp4") in capsys.readouterr().out
+    assert next(request for call, request in pools[0].calls if call == "sample")["steps"] == 1
+    assert main(["run", *arguments, "--set", "Magi2Sampler.steps=0"]) == 1
+    assert "number of steps" in capsys.readouterr().err
