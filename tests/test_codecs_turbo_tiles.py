@@ -83,10 +83,18 @@ def test_the_released_decoder_needs_a_margin_of_fifteen_latents():
     assert step_spans((0, 120), 120, steps)[0] == (0, 120)
 
 
-@pytest.mark.parametrize("side", [12, 5])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_the_stated_bytes_are_what_the_decode_holds(side, dtype):
-    config = TurboConfig(block_out_channels=(8, 16, 16, 32), step_size=2)
+@pytest.mark.parametrize(
+    ("widths", "layers", "side", "dtype"),
+    [
+        ((8, 16, 16, 32), (2, 2, 2, 3, 3), 12, torch.bfloat16),
+        ((8, 16, 16, 32), (2, 2, 2, 3, 3), 5, torch.bfloat16),
+        ((8, 16, 16, 32), (2, 2, 2, 3, 3), 12, torch.float32),
+        ((8, 8, 8, 8), (0, 0, 0, 0, 0), 12, torch.bfloat16),  # the most is held in an enlargement
+        ((1, 1, 1, 1), (0, 0, 0, 0, 0), 12, torch.bfloat16),  # the most is held at the end
+    ],
+)
+def test_the_stated_bytes_are_what_the_decode_holds(widths, layers, side, dtype):
+    config = TurboConfig(block_out_channels=widths, layers_per_block=layers, step_size=2)
     decoder, z = turbo(config, dtype), latent(4, 12, 12).to(dtype)
     tiles = [Tile(*row, *column) for row in split_span(12, side) for column in split_span(12, side)]
     with torch.inference_mode(), StoragePeak() as measured:

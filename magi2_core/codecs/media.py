@@ -66,6 +66,14 @@ def check_output_path(path: str | Path) -> Path:
     return target
 
 
+def check_video(width: int, height: int, crf: int) -> None:
+    """RequestError for a size or a quality that H.264 does not have; call it before the work starts."""
+    if width % 2 or height % 2 or min(width, height) < 2:
+        raise RequestError(f"The video is {width}x{height} pixels; H.264 needs even sides. Choose another size.")
+    if not 0 <= crf <= 51:
+        raise RequestError(f"The quality (CRF) is {crf}; it must be between 0, without loss, and 51, the smallest.")
+
+
 def _temporary_name(target: Path) -> Path:
     """A name in the same folder, so that the finished file can be renamed in one step (80 line 20)."""
     return target.parent / f".magi2-{secrets.token_hex(6)}.part"
@@ -91,10 +99,7 @@ class VideoWriter:
         sound: Sound | None = None,
         crf: int = DEFAULT_CRF,
     ) -> None:
-        if width % 2 or height % 2 or min(width, height) < 2:
-            raise RequestError(f"The video is {width}x{height} pixels; H.264 needs even sides. Choose another size.")
-        if not 0 <= crf <= 51:
-            raise RequestError(f"The quality (CRF) is {crf}; it must be between 0, without loss, and 51, the smallest.")
+        check_video(width, height, crf)
         if sound is not None:
             sound.check()
         self.target = check_output_path(path)

@@ -5,11 +5,9 @@ Shapes here: B batch, C channels, L audio latents or samples; `x_BCL`. All arith
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.spec import TensorSpec
 from ..errors import CheckpointError
+from ..events import Events
 from .precision import true_float32
 
 OOBLECK_PREFIX = "pretransform.model.decoder."  # of these names in the checkpoint file (40 §5.1)
@@ -36,13 +35,12 @@ class OobleckConfig:
     sample_rate: int = 44100
 
     @classmethod
-    def from_json(cls, source: Path | Mapping[str, Any]) -> OobleckConfig:
-        """Read the released JSON file or its content.
+    def from_json(cls, values: Mapping[str, Any]) -> OobleckConfig:
+        """Read the content of the released JSON.
 
         The codec stands under model.pretransform.config, or directly under model in a file of the codec alone.
         CheckpointError for a codec that this decoder is not (40 §5.1).
         """
-        values = json.loads(source.read_text(encoding="utf-8")) if isinstance(source, Path) else source
         model = values.get("model", {})
         pretransform = model.get("pretransform")
         codec = model if pretransform is None else pretransform.get("config", {})
@@ -202,10 +200,13 @@ class OobleckDecoder(nn.Module):
             if isinstance(module, WeightNormConv):
                 module.fold()
 
-    def forward(self, z_BCL: Tensor) -> Tensor:
+    def forward(self, z_BCL: Tensor, events: Events | None = None) -> Tensor:
+        """`events.check` is called before each layer."""
         x = z_BCL
         with true_float32():
             for layer in self.layers:
+                if events is not None:
+                    events.check()
                 x = layer(x)
         return x
 

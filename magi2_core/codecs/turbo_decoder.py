@@ -7,10 +7,8 @@ exists: the values are the same, the memory is a third.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -40,19 +38,19 @@ class TurboConfig:
     step_size: int = 7
 
     @classmethod
-    def from_json(cls, source: Path | Mapping[str, Any]) -> TurboConfig:
-        """Read the released JSON file or its content; unknown and training-only keys are ignored (40 §4.1).
+    def from_json(cls, values: Mapping[str, Any]) -> TurboConfig:
+        """Read the content of the released JSON; unknown and training-only keys are ignored (40 §4.1).
 
         CheckpointError if a key that shapes the result is missing, or if it asks for a form that this decoder has not.
         """
-        values = json.loads(source.read_text(encoding="utf-8")) if isinstance(source, Path) else source
         _refuse_other_forms(values)
+        widths = tuple(_required(values, "decoder_block_out_channels"))
         config = cls(
             latent_channels=_required(values, "latent_channels"),
-            block_out_channels=tuple(_required(values, "decoder_block_out_channels")),
+            block_out_channels=widths,
             layers_per_block=tuple(_required(values, "decoder_layers_per_block")),
             scaling=tuple(_required(values, "decoder_spatio_temporal_scaling")),
-            spatio_only=tuple(values.get("decoder_spatio_only") or (False,) * 4),
+            spatio_only=tuple(values.get("decoder_spatio_only") or (False,) * len(widths)),
             resnet_norm_eps=values.get("resnet_norm_eps", 1e-6),
             first_chunk_size=_required(values, "first_chunk_size"),
             step_size=_required(values, "step_size"),

@@ -122,26 +122,26 @@ def _longest(spans: Sequence[Span], size: int, steps: Sequence[Step]) -> list[in
 
 def _step_bytes(module: nn.Module, T: int, area: int, itemsize: int) -> tuple[int, int]:
     """Most bytes that a step holds beside its input of T frames of `area` positions, and the bytes of its output."""
+    value = area * itemsize  # bytes of one channel of one frame
     if isinstance(module, ResBlock):
         cin, cout = module.conv1.conv.in_channels, module.conv1.conv.out_channels
-        made = cout * T * area
-        live = max(cin, cout) * (T + 2) * area + made
+        made = cout * T * value
+        live = max(_conv_bytes(cin, T + 2, made, area, value), made + _conv_bytes(cout, T + 2, 0, area, value))
         if module.conv_shortcut is not None:
-            live = max(live, cin * T * area + 2 * made)
-        return live * itemsize + _norm_bytes(max(cin, cout), area), made * itemsize
+            live = max(live, made + _conv_bytes(cin, T, made, area, value))
+        return live, made
     if isinstance(module, Upsample):
         C = module.conv.in_channels
-        halves = 2 * C * T * area if module.time_conv is not None else 0
-        made = 4 * max(C * T * area, halves)
-        live = max(C * (T + 2) * area + halves, halves + made + 2 * C * 4 * area)
-        return live * itemsize, made * itemsize
+        halves = 2 * C * T * value if module.time_conv is not None else 0
+        made = 4 * max(C * T * value, halves)
+        return max(C * (T + 2) * value + halves, halves + made + 2 * C * 4 * value), made
     if isinstance(module, Conv3d):
-        cin, made = module.conv.in_channels, module.conv.out_channels * T * area
-        return (cin * (T + 2) * area + made) * itemsize + _norm_bytes(cin, area), made * itemsize
-    made = 3 * PATCH * PATCH * T * area  # unpatchify only moves values
-    return made * itemsize, made * itemsize
+        made = module.conv.out_channels * T * value
+        return _conv_bytes(module.conv.in_channels, T + 2, made, area, value), made
+    made = 3 * PATCH * PATCH * T * value  # unpatchify only moves values
+    return made, made
 
 
-def _norm_bytes(channels: int, area: int) -> int:
-    """The fp32 copies of one frame that a norm holds: the values, their squares or the product."""
-    return 3 * 4 * channels * area
+def _conv_bytes(channels: int, frames: int, made: int, area: int, value: int) -> int:
+    """A convolution's padded input, and beside it first the fp32 copies of one frame in the norm, then the output."""
+    return channels * frames * value + max(3 * 4 * channels * area, made)
