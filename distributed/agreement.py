@@ -15,16 +15,16 @@ collectives before that number are complete on every rank. No collective is adde
 one rank runs ahead of another, as happens where a stage works on one rank only. A check costs two system calls,
 a few microseconds.
 
-Over several hosts, which share no memory, rank 0 broadcasts the request at each check point.
+Over several hosts, which share no memory, the same is done by messages: when a stop is asked for, each rank holds at
+its next check point and says how many it has passed, and rank 0 answers with 1 + the largest. Until then a check is
+local.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-
-import torch
-import torch.distributed as dist
+import threading
 
 _REQUEST, _STOP, _PASSED = 0, 1, 2  # 64-bit words of the page; the last is one word for each rank
 
@@ -49,9 +49,6 @@ class StopPage:
         """Ask the ranks to stop `job`; later jobs are not touched."""
         self._words[_REQUEST] = job
 
-    def requested(self, job: int) -> bool:
-        return self._words[_REQUEST] == job
-
     def passes(self, job: int) -> bool:
         """Whether this rank goes past its next check point of `job`; False again and again once it must stop."""
         import fcntl
@@ -71,19 +68,39 @@ class StopPage:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
-class StopBroadcast:
-    """The same over several hosts: rank 0 reads its page and tells the others."""
+class StopByMessage:
+    """One rank's part where there is no shared page: its count, held while rank 0 looks for the number to stop at."""
 
-    def __init__(self, page: StopPage | None, group: dist.ProcessGroup) -> None:
-        """`page` is given on rank 0; `group` holds all ranks and moves CPU tensors."""
-        self._page, self._group = page, group
-        self._stopped_job = 0
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._job, self._passed, self._held, self._stop = 0, 0, False, 0
 
     def passes(self, job: int) -> bool:
-        if job == self._stopped_job:  # asked again after the stop: the others will not take part
-            return False
-        stop = torch.tensor([self._page is not None and self._page.requested(job)], dtype=torch.uint8)
-        dist.broadcast(stop, 0, group=self._group)
-        if stop.item():
-            self._stopped_job = job
-        return not stop.item()
+        """As `StopPage.passes`; waits while the count is held."""
+        with self._changed:
+            self._turn_to(job)
+            while self._held:
+                self._changed.wait()
+            if self._stop and self._passed + 1 >= self._stop:
+                return False
+            self._passed += 1
+            return True
+
+    def hold(self, job: int) -> int:
+        """Let no check point of `job` be passed from now on; returns how many were."""
+        with self._changed:
+            self._turn_to(job)
+            self._held = self._job == job
+            return self._passed
+
+    def stop_at(self, job: int, number: int) -> None:
+        """Go on, and stop at check point `number` of `job`."""
+        with self._changed:
+            if self._job == job:
+                self._held, self._stop = False, number
+                self._changed.notify_all()
+
+    def _turn_to(self, job: int) -> None:
+        """A message about a job may arrive before the job does."""
+        if job > self._job:
+            self._job, self._passed, self._held, self._stop = job, 0, False, 0

@@ -37,6 +37,7 @@ from weakref import WeakSet
 
 from .job import POLL_SECONDS, Event, Job, JobCancelledError, LogLine, Memory, PoolError, Progress, RankError
 from .local import LocalReplica
+from .remote import RemoteReplica
 from .replica import Replica
 from .spec import PoolSpec
 from .transport import Packed
@@ -58,7 +59,8 @@ class Pool:
         """Describe a pool; raises TransportError if the plan holds a value that cannot be sent to workers."""
         Packed(dict(spec.plan)).close()
         self.spec = spec
-        self._replicas: list[Replica] = [LocalReplica(spec, index) for index in range(spec.layout.dp)]
+        kind = RemoteReplica if spec.sockets else LocalReplica
+        self._replicas: list[Replica] = [kind(spec, index) for index in range(spec.layout.dp)]
         self._lock = threading.Lock()
         self._queue: deque[Job] = deque()
         self._openers: list[Job] = []

@@ -25,6 +25,8 @@ class PoolSpec:
     start_seconds: longest time until every rank has reported, weights not included.
     grace_seconds: how long the ranks may take to stop after a cancel; then they are killed.
     preview_seconds: at most one latent in so many seconds goes with the progress.
+    sockets: for workers that torchrun started (hosts.py), where each replica's rank 0 listens; then `devices` is empty,
+        because each rank takes the device of its place on its host. Empty: the pool starts workers on this host.
     hidden_paths: folders whose modules workers must not see; under ComfyUI its root.
     """
 
@@ -35,6 +37,7 @@ class PoolSpec:
     start_seconds: float = 120.0
     grace_seconds: float = 10.0
     preview_seconds: float = 2.0
+    sockets: tuple[str, ...] = ()
     hidden_paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -44,6 +47,13 @@ class PoolSpec:
         module, _, name = self.engine.partition(":")
         if not (module and name):
             raise PoolError(f"'{self.engine}' does not name an engine; write it as package.module:callable.")
+        if self.sockets:
+            if self.devices or len(self.sockets) != self.layout.dp:
+                raise PoolError(
+                    f"{len(self.sockets)} sockets and {len(self.devices)} devices are given for {self.layout.dp} "
+                    "replicas; give one socket for each replica, and no devices: torchrun places the ranks."
+                )
+            return
         if not self.devices:
             object.__setattr__(self, "devices", ("cpu",) * self.layout.world)
         if len(self.devices) != self.layout.world:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,10 +26,11 @@ from .agreement import StopPage
 from .exchange import ParallelContext
 from .layout import ParallelLayout
 from .transport import Channel
+from .tree import TransportError
 
 MEMORY_SECONDS = 2.0
 # The client watches the ranks and ends them all when one fails, so no collective needs a limit of its own.
-_NO_LIMIT = timedelta(days=7)
+NO_LIMIT = timedelta(days=7)
 _PR_SET_NAME = 15
 
 
@@ -44,10 +46,6 @@ class Engine(Protocol):
         """
 
 
-class Agreement(Protocol):
-    def passes(self, job: int) -> bool: ...
-
-
 class Stopped(BaseException):
     """Raised by `events.check()` on all ranks together; not an Exception, so that no engine code swallows it."""
 
@@ -56,11 +54,12 @@ class RankEvents:
     """The Events of one job in one rank: progress and lines from rank 0, memory from every rank, common stops."""
 
     def __init__(
-        self, job: int, send: Callable[[dict[str, Any]], None], agreement: Agreement, *, speaks: bool,
+        self, job: int, send: Callable[[dict[str, Any]], None], passes: Callable[[], bool], *, speaks: bool,
         device: torch.device, preview_seconds: float,
     ) -> None:  # fmt: skip
+        """`passes`: this rank's next check point, see agreement.py; `speaks`: whether the client hears this rank."""
         self.checks = 0
-        self._job, self._send, self._agreement, self._speaks = job, send, agreement, speaks
+        self._job, self._send, self._passes, self._speaks = job, send, passes, speaks
         self._device, self._preview_seconds = device, preview_seconds
         self._stage, self._began, self._first = "", 0.0, 0
         self._latent_at, self._memory_at = -preview_seconds, time.monotonic()
@@ -88,7 +87,7 @@ class RankEvents:
 
     def check(self) -> None:
         """Return, or raise Stopped on every rank at the same check point (agreement.py); a few microseconds."""
-        if not self._agreement.passes(self._job):
+        if not self._passes():
             raise Stopped
         self.checks += 1
         self._report_memory(time.monotonic())
@@ -130,7 +129,7 @@ def serve(channel_file: int, page_file: int, crash_file: int, listener_file: int
     device, leads = torch.device(hello["device"]), hello["rank"] == 0
     try:
         parallel = _join(hello, device, listener_file)
-        agreement = StopPage(page_file, parallel.layout.replica, hello["rank"])
+        page = StopPage(page_file, parallel.layout.replica, hello["rank"])
         engine = make_engine(hello["engine"], hello["plan"], parallel)
     except BaseException as error:
         channel.send({"kind": "end", "job": 0, "outcome": "failed", "error": describe_error(error)})
@@ -145,7 +144,7 @@ def serve(channel_file: int, page_file: int, crash_file: int, listener_file: int
         if message["kind"] == "quit":
             return
         events = RankEvents(
-            message["job"], channel.send, agreement, speaks=leads, device=device,
+            message["job"], channel.send, partial(page.passes, message["job"]), speaks=leads, device=device,
             preview_seconds=hello["preview_seconds"],
         )  # fmt: skip
         end = run_call(engine, message, events, device)
@@ -153,7 +152,7 @@ def serve(channel_file: int, page_file: int, crash_file: int, listener_file: int
             end["result"] = None
         del message, events  # what the job held is free before the next one comes
         channel.send({"kind": "memory", "memory": measure_memory(device)})
-        send_end(channel, end)
+        send_end(channel.send, end)
         del end
         channel.send({"kind": "memory", "memory": measure_memory(device)})
 
@@ -175,14 +174,12 @@ def run_call(engine: Engine, message: dict[str, Any], events: RankEvents, device
     return end
 
 
-def send_end(channel: Channel, end: dict[str, Any]) -> None:
+def send_end(send: Callable[[dict[str, Any]], None], end: dict[str, Any]) -> None:
     """Send how a job ended; a result that cannot cross is a failure of its own."""
     try:
-        channel.send(end)
-    except OSError:
-        raise
-    except Exception as error:
-        channel.send({**end, "result": None, "outcome": "failed", "error": describe_error(error)})
+        send(end)
+    except TransportError as error:
+        send({**end, "result": None, "outcome": "failed", "error": describe_error(error)})
 
 
 def make_engine(path: str, plan: dict[str, Any], parallel: ParallelContext) -> Engine:
@@ -234,11 +231,11 @@ def _join(hello: dict[str, Any], device: torch.device, listener_file: int | None
     layout, rank = ParallelLayout(**hello["layout"]), hello["rank"]
     if layout.replica > 1:
         store = dist.TCPStore(
-            "127.0.0.1", hello["port"], layout.replica, is_master=rank == 0, timeout=_NO_LIMIT, wait_for_workers=False,
+            "127.0.0.1", hello["port"], layout.replica, is_master=rank == 0, timeout=NO_LIMIT, wait_for_workers=False,
             master_listen_fd=None if listener_file is None else os.dup(listener_file),
         )  # fmt: skip
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=layout.replica, timeout=_NO_LIMIT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=layout.replica, timeout=NO_LIMIT)
     # A replica is a world of its own; the engine is told its place in the whole layout all the same.
     own = ParallelContext.create(replace(layout, dp=1), rank)
     return replace(own, layout=layout, rank=hello["number"])
