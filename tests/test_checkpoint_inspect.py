@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from magi2_native.magi2_core.checkpoint.inspect import Report, inspect_checkpoint
+from magi2_native.magi2_core.checkpoint.inspect import Report, inspect_checkpoint, require
 from magi2_native.magi2_core.checkpoint.miniature import write_miniature
 from magi2_native.magi2_core.errors import CheckpointError
 from safetensors.torch import load_file, save_file
@@ -313,3 +313,10 @@ def test_a_root_that_is_no_folder_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is a file"):
         inspect_checkpoint(tmp_path / "file")
+
+
+def test_requiring_a_capability_looks_only_at_the_folders_that_it_takes(root: Path):
+    replace(root / WAN, b"")
+    require(root, ["T2VA", "1080p"])
+    with pytest.raises(CheckpointError, match=r"Wan2\.2_VAE\.pth: expected a file with data, found an empty file"):
+        require(root, ["I2VA"])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .folder import CAPABILITIES, REFINER, STABLE_AUDIO, TEXT_ENCODER, TURBO, WAN, CheckpointFolder
+from .folder import CAPABILITIES, REFINER, STABLE_AUDIO, TEXT_ENCODER, TURBO, TURBO_CONFIG, WAN, CheckpointFolder
 from .index import read_json, scan_folder
 from .network import Network
-from .problem import BadFileError, Problem
+from .problem import BadFileError, Problem, refuse
 
 # A folder with more problems than this prints these and a count; the JSON form has them all.
 _SHOWN = 40
@@ -70,9 +70,8 @@ class Report:
                 f"{_size(network.bytes_on_disk)}"
             )
         for name, possible in self.capabilities.items():
-            missing = [network.folder for network in self.networks if not network.usable]
-            needed = [folder for folder in CAPABILITIES[name] if folder in missing]
-            lines.append(f"  {name:<24}{'possible' if possible else 'not possible without ' + ', '.join(needed)}")
+            lost = [n.folder for n in self.networks if n.folder in CAPABILITIES[name] and not n.usable]
+            lines.append(f"  {name:<24}{'possible' if possible else 'not possible without ' + ', '.join(lost)}")
         lines += _listed("problem", self.problems, self.root) + _listed("warning", self.warnings, self.root)
         return "\n".join(lines)
 
@@ -86,9 +85,6 @@ def inspect_checkpoint(root: Path | str) -> Report:
     networks, found = [], []
     for name, open_network in folder.networks().items():
         network, problems = _network(folder, name, open_network)
-        if name == TEXT_ENCODER:
-            problems += _text_problems(folder)
-        problems += _width_problems(folder, name)
         networks.append(_describe(name, network, problems))
         if name in _OPTIONAL and not (folder.root / name).exists():
             problems = [Problem(folder.root / name, "a folder", "no such folder", warning=True)]
@@ -101,16 +97,30 @@ def inspect_checkpoint(root: Path | str) -> Report:
     return Report(folder.root, tuple(networks), capabilities, tuple(errors), tuple(warnings))
 
 
+def require(root: Path | str, capabilities: Iterable[str]) -> None:
+    """Check by headers alone that a checkpoint can make these, before workers start or weights are read (80, line 18).
+
+    Raises CheckpointError that names the problems of the sub-folders that they take; the others may be damaged.
+    """
+    folder = CheckpointFolder(root)
+    needed = {name for capability in capabilities for name in CAPABILITIES[capability]}
+    networks = folder.networks().items()
+    found = [_network(folder, name, open_network)[1] for name, open_network in networks if name in needed]
+    refuse(dict.fromkeys(problem for problems in found for problem in problems), f"The checkpoint {folder.root}")
+
+
 def _network(folder: CheckpointFolder, name: str, open_network: Callable[[], Network]) -> tuple[Network, list[Problem]]:
     """Open one network; where its configuration is broken, check its files as far as that goes without."""
     try:
         network = open_network()
+        problems = list(network.problems)
     except BadFileError as error:
-        problems = [error.problem]
+        network, problems = Network(name, {}), [error.problem]
         if name not in (WAN, TURBO):
             problems += scan_folder(folder.root / name).problems
-        return Network(name, {}), problems
-    return network, list(network.problems)
+    if name == TEXT_ENCODER:
+        problems += _text_problems(folder)
+    return network, problems + _width_problems(folder, name)
 
 
 def _describe(folder: str, network: Network, problems: list[Problem]) -> NetworkReport:
@@ -171,8 +181,7 @@ def _widths(folder: CheckpointFolder, name: str) -> Iterator[tuple[Path, str, in
     if name == TEXT_ENCODER:
         yield path / "config.json", "hidden_size", preview.text_in_channels, folder.text_config().hidden_size
     if name == TURBO:
-        config = path / "TurboV3-Wan22-TinyShallow_7_7.json"
-        yield config, "latent_channels", preview.video_in_channels, folder.turbo_config().latent_channels
+        yield path / TURBO_CONFIG, "latent_channels", preview.video_in_channels, folder.turbo_config().latent_channels
     if name == STABLE_AUDIO:
         latent = folder.oobleck_config().latent_dim
         yield path / "model_config.json", "latent_dim", preview.audio_in_channels, latent

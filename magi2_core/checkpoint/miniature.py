@@ -24,6 +24,7 @@ from ..codecs.wan_encoder import WanEncoderConfig, wan_encoder_tensors
 from ..conditioning.parameters import TextEncoderConfig, text_encoder_tensors
 from ..config import MoeConfig, PreviewConfig, RefinerConfig
 from ..dit.parameters import preview_tensors
+from ..dit.rope import rotary_bands
 from ..errors import RequestError
 from ..events import Events, Silent
 from ..refiner.parameters import refiner_tensors
@@ -46,6 +47,7 @@ from .miniature_weights import (
     generator_of,
     oobleck_lengths,
 )
+from .network import BANDS
 from .spec import TensorSpec
 
 _MARKER = "miniature.json"
@@ -331,9 +333,7 @@ def _specs(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfl
 
 
 def _draw(key: str, spec: TensorSpec, seed: int, draw: Draw) -> Tensor:
-    if key == place.BANDS:
-        from ..dit.rope import rotary_bands
-
+    if key == BANDS:
         return rotary_bands(8 * spec.shape[0])
     return draw(key, spec.shape, generator_of(seed, f"{draw.__name__} {key}")).to(spec.dtype)
 

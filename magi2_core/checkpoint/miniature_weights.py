@@ -83,9 +83,14 @@ def draw_turbo(key: str, shape: tuple[int, ...], generator: torch.Generator) -> 
     """A tensor of the Turbo decoder, fp32. Its norms have no weights, so only the last layer sets the contrast."""
     noise = torch.randn(shape, generator=generator)
     if key.endswith("bias"):
-        return 0.05 * noise
-    contrast = 0.6 if "conv_out" in key else 1.0
-    return contrast * noise * _fan_in(shape) ** -0.5
+        return 0.05 * noise if "conv_out" not in key else torch.zeros(shape)
+    if "conv_out" in key:
+        # One value for all taps and for the four pixels of a patch, and no sum over channels: soft patches around
+        # gray instead of a fine grid, which is pleasanter to look at, and quicker to encode.
+        colour = noise.view(-1, 4, *shape[1:]).mean((1, 3, 4, 5), keepdim=True)
+        colour = colour - colour.mean(2, keepdim=True)
+        return 0.4 * colour.expand(-1, 4, *shape[1:]).reshape(shape) * shape[1] ** -0.5
+    return noise * _fan_in(shape) ** -0.5
 
 
 def draw_oobleck(key: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
