@@ -14,7 +14,7 @@ from magi2_native.stages.manager import PoolManager
 from magi2_native.stages.values import Model
 from magi2_native.tests.comfy_stub.fake_pool import FakePool
 
-MODEL = Model("mini", Plan("/secret/place", "sp2", "bfloat16", "keep", (RankPlan("cpu", 1, 2, 3),) * 2), ())
+MODEL = Model("mini", Plan("/secret/place", "sp2", "bfloat16", "keep", "float32", (RankPlan("cpu", 1, 2, 3),) * 2), ())
 REQUEST = {"prompt": "x", "negative_prompt": "", "figures": []}
 
 

@@ -73,6 +73,6 @@ def test_comfyuis_models_leave_the_gpus_before_the_workers_come(graph: Graph) ->
     assert graph.stub.model_management.unloaded_all == 0, "not for workers on the CPU"
     values = graph.stub.module("stages.values")
     plan_module = graph.stub.module("magi2_core.memory.plan")
-    plan = plan_module.Plan("x", "sp1", "bfloat16", "keep", (plan_module.RankPlan("cuda:0", 1, 1, 1),))
+    plan = plan_module.Plan("x", "sp1", "bfloat16", "keep", "float32", (plan_module.RankPlan("cuda:0", 1, 1, 1),))
     bridge(graph).before_start(values.Model("gpu", plan, ()))
     assert graph.stub.model_management.unloaded_all == 1
