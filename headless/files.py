@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -36,8 +38,13 @@ def free_path(prefix: str, suffix: str, output: Path) -> Path:
 
 
 def write_video(clip: DecodedClip, path: Path) -> None:
-    """Write frames and sound as mp4 (40 §7)."""
+    """Write frames and sound as mp4 (40 §7), or give a clip that is a file already its name."""
     from ..magi2_core.codecs import media
 
+    if clip.file is not None:
+        part = clip.file.with_suffix(".part")  # a second node may want the clip too
+        shutil.copyfile(clip.file, part)
+        os.replace(part, path)
+        return
     sound = None if clip.waveform is None else media.Sound(clip.waveform, clip.sample_rate)
     media.write_video(path, [clip.frames], clip.fps, sound)

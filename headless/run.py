@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
 from ..magi2_core.errors import RequestError
 from ..magi2_core.events import Events
+from ..stages.caption import Captioned, make_caption
 from ..stages.checkpoint import check_choice, load_checkpoint
 from ..stages.decode import decode
+from ..stages.enhance import enhance_prompt
 from ..stages.folders import Folders
 from ..stages.latent import join_latent, load_latent, split_latent, write_latent
 from ..stages.manager import manager
 from ..stages.prompt import condition_on_picture, encode_prompt
+from ..stages.refine import refine
 from ..stages.sample import OPTION_FIELDS, sample, sampler_options
 from ..stages.values import ClipLatent, DecodedClip
 from .files import free_path, read_image, write_video
@@ -64,7 +68,7 @@ def save_video(
     """Write an mp4 below the output folder, numbered as ComfyUI does."""
     check_choice("format", format, ("auto", "mp4"))
     check_choice("codec", codec, ("auto", "h264"))
-    if not isinstance(video, DecodedClip) or video.frames is None:
+    if not isinstance(video, DecodedClip) or video.frames is video.file is None:
         raise RequestError("SaveVideo needs the video output of Magi2Decode, decoded with its picture.")
     path = free_path(filename_prefix, ".mp4", folders.output)
     write_video(video, path)
@@ -83,12 +87,25 @@ def unload_workers(what: str = "workers", after: Any = None) -> Any:
     return after
 
 
+def caption_outputs(made: Captioned) -> tuple[str, str]:
+    """The outputs of Magi2Caption; RequestError if it waits for somebody to edit the caption."""
+    if made.stopped:
+        raise RequestError(
+            "Magi2Caption waits for its caption to be edited (stop_to_edit is on). Turn that off, or give it as"
+            f" edited_caption; it is:\n{made.caption}"
+        )
+    return made.prompt, made.caption
+
+
 STEPS: dict[str, Step] = {
     "Magi2LoadCheckpoint": Step(load_checkpoint, lambda model: (model, model.plan.describe())),
+    "Magi2EnhancePrompt": Step(enhance_prompt, lambda made: (made.prompt, made.caption_json or made.prompt)),
+    "Magi2Caption": Step(make_caption, caption_outputs),
     "Magi2EncodePrompt": Step(encode_prompt),
     "Magi2ImageConditioning": Step(condition_on_picture),
     "Magi2SamplerOptions": Step(sampler_options, extra=tuple(field.name for field in OPTION_FIELDS)),
     "Magi2Sampler": Step(sample),
+    "Magi2Refine": Step(refine),
     "Magi2Decode": Step(decode, lambda clip: (clip.frames, clip.waveform, clip, float(clip.fps))),
     "Magi2SplitLatent": Step(split_latent),
     "Magi2JoinLatent": Step(join_latent),
@@ -159,12 +176,15 @@ def _check_circle(node_id: str, workflow: Workflow, above: tuple[str, ...]) -> N
 def run_workflow(workflow: Workflow, folders: Folders, events: Events) -> list[Path]:
     """Run a workflow to its end and return the files that it wrote. Workers end with it, whatever happens."""
     ends = check_workflow(workflow)
-    run = _Run(workflow, folders, events)
-    try:
-        for node_id in ends:
-            _execute(node_id, run)
-    finally:
-        manager.stop()
+    folders.output.mkdir(parents=True, exist_ok=True)
+    # beside the results, so that a clip that was decoded into a file is moved to its name in one step
+    with TemporaryDirectory(prefix=".magi2-", dir=folders.output) as temp:
+        run = _Run(workflow, replace(folders, temp=Path(temp)), events)
+        try:
+            for node_id in ends:
+                _execute(node_id, run)
+        finally:
+            manager.stop()
     return run.written
 
 

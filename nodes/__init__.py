@@ -8,14 +8,17 @@ from typing import Any
 def extension() -> Any:
     """What ComfyUI asks the pack for: its nodes. Also makes the model folder and the routes known (60 §7, §11)."""
     from ..stages.manager import manager
+    from .caption import Magi2Caption
     from .comfy import ComfyExtension, comfyui_root, register_model_folder, send, server
     from .decode import Magi2Decode
     from .encode_prompt import Magi2EncodePrompt
+    from .enhance_prompt import Magi2EnhancePrompt
     from .image_conditioning import Magi2ImageConditioning
     from .join_latent import Magi2JoinLatent
     from .load_checkpoint import Magi2LoadCheckpoint
     from .load_latent import Magi2LoadLatent
     from .memory import MemoryBridge
+    from .refine import Magi2Refine
     from .routes import public_status, register_routes
     from .sampler import Magi2Sampler
     from .sampler_options import Magi2SamplerOptions
@@ -32,10 +35,13 @@ def extension() -> Any:
 
     nodes = [
         Magi2LoadCheckpoint,
+        Magi2EnhancePrompt,
+        Magi2Caption,
         Magi2EncodePrompt,
         Magi2ImageConditioning,
         Magi2Sampler,
         Magi2SamplerOptions,
+        Magi2Refine,
         Magi2Decode,
         Magi2SplitLatent,
         Magi2JoinLatent,

@@ -72,6 +72,8 @@ def folders() -> Folders:
         checkpoints=tuple(Path(path) for path in folder_paths.get_folder_paths(MODEL_FOLDER)),
         output=Path(folder_paths.get_output_directory()),
         input=Path(folder_paths.get_input_directory()),
+        user=user_folder(),
+        temp=Path(folder_paths.get_temp_directory()),
     )
 
 
@@ -99,13 +101,18 @@ def video(frames: torch.Tensor, audio: dict[str, Any] | None, fps: Fraction) -> 
     return InputImpl.VideoFromComponents(Types.VideoComponents(images=frames, audio=audio, frame_rate=fps))
 
 
-def missing_output() -> Any:
-    """Fills an output that was not asked for: nodes that are connected to it do not run."""
+def video_file(path: Path) -> Any:
+    """A VIDEO that is a file: Save Video copies its streams, so its frames are never in memory together."""
+    return InputImpl.VideoFromFile(str(path))
+
+
+def missing_output(reason: str | None = None) -> Any:
+    """Fills an output that was not made: nodes that are connected to it do not run, and `reason` is shown there."""
     try:
         from comfy_execution.graph_utils import ExecutionBlocker
     except ImportError:
         return None
-    return ExecutionBlocker(None)
+    return ExecutionBlocker(reason)
 
 
 def interrupted_check() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..stages.prompt import condition_on_picture, describe_picture
+from ..stages.prompt import condition_on_picture, describe_pictures
 from ..stages.values import Conditioning
 from .comfy import ConditioningType, io, schema, ui
 from .progress import NodeEvents
@@ -21,14 +21,18 @@ class Magi2ImageConditioning(io.ComfyNode):
             category="MAGI-2",
             description=(
                 "Gives the clip a picture as its first frame. The prompt gets the sentence that ties it to the picture;"
-                " the picture is fitted, never cropped, and its real size is shown."
+                " the picture is fitted, never cropped, and its real size is shown. More pictures of one size are"
+                " references that the prompt can name."
             ),
             search_aliases=["magi2 image to video", "magi2 i2v"],
             inputs=[
-                ConditioningType.Input("conditioning", tooltip="From MAGI-2 Encode Prompt."),
+                ConditioningType.Input(
+                    "conditioning", tooltip="From MAGI-2 Encode Prompt, or from another node of this kind."
+                ),
                 io.Image.Input(
                     "image",
-                    tooltip="One picture of any size. It is scaled so that its longer side is the clip's longer side.",
+                    tooltip="A picture of any size; it is scaled so that its longer side is the clip's longer side. The"
+                    " pictures of a batch are <Figure 1>, <Figure 2> and so on; a second node adds more.",
                 ),
             ],
             outputs=[
@@ -42,5 +46,5 @@ class Magi2ImageConditioning(io.ComfyNode):
     @classmethod
     def execute(cls, conditioning: Conditioning, image: Tensor) -> Any:
         result = condition_on_picture(conditioning, image, events=NodeEvents(cls.hidden.unique_id))
-        lines = [describe_picture(result["pictures"][0]), *result["warnings"]]
+        lines = [*describe_pictures(result["pictures"]), *result["warnings"]]
         return io.NodeOutput(result, ui=ui.PreviewText("\n".join(lines)))

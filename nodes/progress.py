@@ -16,6 +16,7 @@ BAR_EVERY_S = 0.1
 PREVIEW_EVERY_S = 2.0
 LONGEST_PREVIEW = 512
 NAMES = {
+    "enhance_prompt": "Waiting for the caption",
     "load": "Loading weights",
     "encode_text": "Encoding the prompt",
     "encode_image": "Encoding the picture",

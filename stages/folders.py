@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from ..magi2_core.errors import RequestError
@@ -11,11 +12,16 @@ from ..magi2_core.errors import RequestError
 
 @dataclass(frozen=True)
 class Folders:
-    """checkpoints: registered folders, searched in this order. output, input: where files go and come from."""
+    """checkpoints: registered folders, searched in this order. output, input: where files go and come from.
+
+    user: the user's own texts and settings, None if there are none. temp: for files that a later node reads.
+    """
 
     checkpoints: tuple[Path, ...]
     output: Path
     input: Path
+    user: Path | None = None
+    temp: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
 
 
 def checkpoint_names(files: Iterable[str]) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from ..magi2_core.conditioning.markers import check_equal_sizes, marker
 from ..magi2_core.conditioning.prompt import check_text
 from ..magi2_core.errors import RequestError
 from ..magi2_core.events import Events
@@ -12,7 +15,7 @@ from ..magi2_core.sampling.geometry import TIERS, reference_size
 from .manager import manager
 from .values import Conditioning, Model
 
-FIGURE = 1  # the project conditions on one picture (20 §6.4)
+MOST_PICTURES = 16  # each takes as many tokens as a latent frame
 
 
 def check_prompt(prompt: str, negative_prompt: str) -> None:
@@ -29,38 +32,41 @@ def encode_prompt(
     """Encode both prompts. An empty negative prompt means that the second branch has no text (30 §7).
 
     `for_picture` adds the sentence about the first frame at once (30 §5), so that `condition_on_picture` has nothing
-    left to encode.
+    left to encode for one picture.
     """
     check_prompt(prompt, negative_prompt)
-    figures = [FIGURE] if for_picture else []
+    figures = [1] if for_picture else []
     return _encode(model, prompt, negative_prompt, figures, [], events)
 
 
 def condition_on_picture(conditioning: Conditioning, image: Tensor, *, events: Events) -> Conditioning:
-    """Make the clip start from a picture: IMAGE [1, H, W, 1|3|4], any float type, values outside 0..1 clipped.
+    """Make the clip start from a picture: IMAGE [M, H, W, 1|3|4], any float type, values outside 0..1 clipped.
 
-    The prompt is encoded again, with the sentence about the first frame, unless that was done already.
+    More pictures, of a batch or of a conditioning that has some already, are references of the same size: they are
+    <Figure 1>, <Figure 2>, ... in the order in which they came. The prompt is encoded again, with the sentence about
+    the first frame, unless that was done for the same figures already.
     """
-    picture = picture_from_image(image)
-    if conditioning["pictures"]:
-        raise RequestError("This conditioning has a picture already; the model takes one picture.")
-    sizes_at_tiers(picture)
-    if FIGURE in conditioning["figures"]:
-        return {**conditioning, "pictures": [picture]}
-    return _encode(conditioning["model"], conditioning["prompt"], conditioning["negative_prompt"], [FIGURE],
-                   [picture], events)
+    pictures = [*conditioning["pictures"], *pictures_from_image(image)]
+    if len(pictures) > MOST_PICTURES:
+        raise RequestError(f"{len(pictures)} pictures arrived; at most {MOST_PICTURES} can be used.")
+    sizes = [sizes_at_tiers(picture) for picture in pictures]
+    for name in sizes[0]:
+        check_equal_sizes({marker(figure): size[name] for figure, size in enumerate(sizes, 1) if name in size})
+    figures = list(range(1, len(pictures) + 1))
+    if conditioning["figures"] == figures:
+        return {**conditioning, "pictures": pictures}
+    return _encode(
+        conditioning["model"], conditioning["prompt"], conditioning["negative_prompt"], figures, pictures, events
+    )
 
 
-def picture_from_image(image: Tensor) -> Tensor:
-    """An IMAGE with one picture as uint8 [H, W, 3] (40 §1)."""
+def pictures_from_image(image: Tensor) -> list[Tensor]:
+    """The pictures of an IMAGE, each as uint8 [H, W, 3] (40 §1)."""
     import numpy as np
 
     from ..magi2_core.codecs.picture import pictures_from_tensor
 
-    pictures = pictures_from_tensor(image)
-    if len(pictures) != 1:
-        raise RequestError(f"{len(pictures)} pictures arrived in one batch; the model takes one picture.")
-    return torch.from_numpy(np.array(pictures[0]))
+    return [torch.from_numpy(np.array(picture)) for picture in pictures_from_tensor(image)]
 
 
 def sizes_at_tiers(picture: Tensor) -> dict[str, tuple[int, int]]:
@@ -80,11 +86,14 @@ def sizes_at_tiers(picture: Tensor) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def describe_picture(picture: Tensor) -> str:
-    """One line that says what becomes of a picture at each resolution."""
-    height, width = picture.shape[:2]
-    shown = ", ".join(f"{w}x{h} at {name}" for name, (w, h) in sizes_at_tiers(picture).items())
-    return f"The picture of {width}x{height} is used as {shown}."
+def describe_pictures(pictures: Sequence[Tensor]) -> list[str]:
+    """A line for each picture that says what becomes of it at each resolution."""
+    lines = []
+    for figure, picture in enumerate(pictures, 1):
+        height, width = picture.shape[:2]
+        shown = ", ".join(f"{w}x{h} at {name}" for name, (w, h) in sizes_at_tiers(picture).items())
+        lines.append(f"{marker(figure)}: the picture of {width}x{height} is used as {shown}.")
+    return lines
 
 
 def _encode(

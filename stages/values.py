@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -62,9 +63,16 @@ class SamplerOptions(TypedDict):
 
 @dataclass(frozen=True)
 class DecodedClip:
-    """A finished clip: frames uint8 [F, H, W, 3] and waveform fp32 [2, samples], either of them None if left out."""
+    """A finished clip: frames uint8 [F, H, W, 3] and waveform fp32 [2, samples], either of them None if left out.
+
+    file: the clip as mp4, with its sound, where the frames were written there as they were decoded. size: (width,
+    height) and count: number of the frames, wherever they are.
+    """
 
     frames: Tensor | None
     waveform: Tensor | None
     sample_rate: int
     fps: Fraction
+    file: Path | None = None
+    size: tuple[int, int] = (0, 0)
+    count: int = 0

@@ -153,7 +153,7 @@ def test_picture_values_are_rounded_and_clipped(graph: Graph) -> None:
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        (torch.rand(3, 8, 8, 3), "3 pictures"),
+        (torch.rand(17, 8, 8, 3), "17 pictures"),
         (torch.rand(1, 8, 8, 2), "shape"),
         (torch.full((1, 8, 8, 3), float("nan")), "not finite"),
         (torch.rand(1, 10, 4000, 3), "too long and narrow"),
@@ -166,10 +166,31 @@ def test_pictures_that_cannot_be_used_are_refused_in_a_sentence(
         graph.run("Magi2ImageConditioning", conditioning=graph.conditioning(), image=image)
 
 
-def test_a_second_picture_is_refused(graph: Graph) -> None:
-    first = graph.run("Magi2ImageConditioning", conditioning=graph.conditioning(), image=torch.rand(1, 8, 8, 3))
-    with pytest.raises(ValueError, match="one picture"):
-        graph.run("Magi2ImageConditioning", conditioning=first, image=torch.rand(1, 8, 8, 3))
+@pytest.mark.parametrize("batched", [True, False], ids=["in a batch", "from two nodes"])
+def test_more_pictures_are_figures_in_the_order_in_which_they_come(graph: Graph, batched: bool) -> None:
+    images = torch.stack([torch.full((8, 8, 3), value) for value in (0.0, 0.5, 1.0)])
+    conditioning = graph.conditioning(for_picture=True)
+    for part in [images] if batched else images.split(1):
+        conditioning = graph.run("Magi2ImageConditioning", conditioning=conditioning, image=part)
+    assert conditioning["figures"] == [1, 2, 3]
+    assert [int(picture[0, 0, 0]) for picture in conditioning["pictures"]] == [0, 128, 255]
+    assert conditioning["markers"].shape[0] == 3
+    assert graph.pools[0].calls[-1][1]["figures"] == [1, 2, 3]
+    graph.latent(conditioning=conditioning)
+    (image_call,) = [arguments for call, arguments in graph.pools[0].calls if call == "encode_image"]
+    assert len(image_call["pictures"]) == 3
+
+
+def test_pictures_of_different_sizes_are_refused_by_name(graph: Graph) -> None:
+    first = graph.run("Magi2ImageConditioning", conditioning=graph.conditioning(), image=torch.rand(1, 90, 160, 3))
+    with pytest.raises(ValueError, match=r"different sizes \(<Figure 1> 448x224, <Figure 2> 224x448\)"):
+        graph.run("Magi2ImageConditioning", conditioning=first, image=torch.rand(1, 160, 90, 3))
+
+
+def test_pictures_of_other_sizes_that_come_to_the_same_are_taken(graph: Graph) -> None:
+    first = graph.run("Magi2ImageConditioning", conditioning=graph.conditioning(), image=torch.rand(1, 90, 160, 3))
+    second = graph.run("Magi2ImageConditioning", conditioning=first, image=torch.rand(1, 180, 320, 3))
+    assert second["figures"] == [1, 2]
 
 
 # ---- sampler

@@ -13,9 +13,9 @@ from magi2_native.tests.comfy_stub.fixtures import Graph, graph_in
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES = [
-    "Magi2Decode", "Magi2EncodePrompt", "Magi2ImageConditioning", "Magi2JoinLatent", "Magi2LoadCheckpoint",
-    "Magi2LoadLatent", "Magi2Sampler", "Magi2SamplerOptions", "Magi2SaveLatent", "Magi2SplitLatent",
-    "Magi2UnloadWorkers",
+    "Magi2Caption", "Magi2Decode", "Magi2EncodePrompt", "Magi2EnhancePrompt", "Magi2ImageConditioning",
+    "Magi2JoinLatent", "Magi2LoadCheckpoint", "Magi2LoadLatent", "Magi2Refine", "Magi2Sampler", "Magi2SamplerOptions",
+    "Magi2SaveLatent", "Magi2SplitLatent", "Magi2UnloadWorkers",
 ]  # fmt: skip
 OWN_TYPES = {"MAGI2_MODEL", "MAGI2_CONDITIONING", "MAGI2_LATENT", "MAGI2_SAMPLER_OPTIONS"}
 CORE_TYPES = {"IMAGE", "AUDIO", "VIDEO", "LATENT", "FLOAT", "STRING", "INT", "BOOLEAN", "COMBO", "*"}
@@ -32,7 +32,7 @@ def schema(graph: Graph, node: str) -> Any:
 
 
 def test_the_pack_offers_these_nodes(graph: Graph) -> None:
-    assert set(NODES) <= set(graph.nodes)
+    assert set(NODES) == set(graph.nodes)
     assert all(name.startswith("Magi2") for name in graph.nodes)
 
 

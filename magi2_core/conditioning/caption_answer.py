@@ -14,9 +14,9 @@ from typing import Any
 
 from ..errors import RequestError
 from .captions import CAPTIONS, Task, response_schema
+from .endpoint import DEFAULT_MODEL
 
 MAX_TOKENS = 16384
-DEFAULT_MODEL = "gemini-3.1-pro-preview"
 PROMPT_PLACE = "{user_prompt}"
 VARIATION_PLACE = "{variation_seed}"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,12 +34,32 @@ from .captions import (
 from .markdown import render_markdown
 
 SECONDS = 10.0
+ASPECT_RATIO = "16:9"
 Form = Literal["compact", "markdown"]
 
 _TIME = r"(?:\d+:)?\d+(?:\.\d+)?"
 _TIMED = re.compile(rf"^({_TIME})\s*(?:s\s*)?[-–]\s*({_TIME})\s*(?:s\b)?\s*:?\s+(.*)$")
 _SPOKEN = re.compile(r"^(.{1,40}?)\s*[:：]\s*(.*)$")
 _SUBJECT = re.compile(r"^<?\s*subject\s+(\d+)\s*>?$", re.IGNORECASE)
+
+# Where the fields that are one text each stand in a caption.
+_PLACES = {
+    "context": ("global_layer", "context"),
+    "description": ("global_layer", "description"),
+    "style": ("global_layer", "aesthetics", "style"),
+    "mood": ("global_layer", "aesthetics", "mood_atmosphere"),
+    "colors": ("global_layer", "aesthetics", "color_scheme"),
+    "ambience": ("global_layer", "audio_baseline", "ambience"),
+    "language": ("global_layer", "audio_baseline", "dialogue", "language"),
+    "light": ("global_layer", "lighting_baseline", "conditions"),
+    "setting": ("global_layer", "environment_baseline", "background_setting"),
+    "camera": ("global_layer", "camera_cinematography", "overall_camera_style"),
+    "aspect_ratio": ("global_layer", "video_metadata", "aspect_ratio"),
+}
+_SUBJECTS = ("global_layer", "alive_subjects_static")
+_OBJECTS = ("global_layer", "objects_static")
+_SPEAKERS = ("global_layer", "audio_baseline", "dialogue", "speaker_tags")
+_TIMELINE = ("dynamic_layer", "timeline_segments")
 
 
 @dataclass(frozen=True)
@@ -64,7 +86,11 @@ class CaptionForm:
     camera: str = ""
     light: str = ""
     setting: str = ""
-    aspect_ratio: str = "16:9"
+    aspect_ratio: str = ""
+
+    @property
+    def empty(self) -> bool:
+        return not any(text.strip() for text in vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -81,6 +107,42 @@ def compose_caption(form: CaptionForm) -> dict[str, Any]:
     spoken = [_spoken(line, len(subjects)) for line in _lines(form.dialogue)]
     if not any((form.context.strip(), form.description.strip(), subjects, objects, segments, spoken)):
         raise RequestError("The caption is empty; fill in at least a context, a description or a timeline.")
+    return _compose(form, subjects, objects, segments, spoken)
+
+
+def lay_over(form: CaptionForm, caption: dict[str, Any]) -> dict[str, Any]:
+    """Lay the fields that are filled in over a text-to-video caption, which stays as it is where they are empty.
+
+    Subjects, objects and segments are replaced as a whole; lines of speech go to the segments in which they start,
+    the caption's own ones too if only the timeline is new. RequestError for lines that cannot be understood, and for
+    a caption in which an object stands where another thing should.
+    """
+    caption = copy.deepcopy(caption)
+    subjects, objects = _rows(form.subjects), _rows(form.objects)
+    there = _get(caption, _SUBJECTS)
+    known = len(subjects) if subjects else len(there) if isinstance(there, list) else 0
+    segments = _segments(form.timeline)
+    spoken = [_spoken(line, known) for line in _lines(form.dialogue)]
+    made = _compose(form, subjects, objects, segments, spoken)
+    filled = [path for name, path in _PLACES.items() if getattr(form, name).strip()]
+    filled += [path for path, rows in ((_SUBJECTS, subjects), (_OBJECTS, objects), (_SPEAKERS, spoken)) if rows]
+    if segments or spoken:
+        lines = [(start, line.model_dump()) for start, line in spoken] or _speech(_timeline(caption))
+        if segments or not _timeline(caption):
+            _put(caption, _TIMELINE, _get(made, _TIMELINE))
+        _lay_speech(_timeline(caption), lines)
+    for path in filled:
+        _put(caption, path, _get(made, path))
+    return caption
+
+
+def _compose(
+    form: CaptionForm,
+    subjects: Sequence[list[str]],
+    objects: Sequence[list[str]],
+    segments: Sequence[_Segment],
+    spoken: Sequence[tuple[float | None, DialogueLine]],
+) -> dict[str, Any]:
     if spoken and not segments:
         segments = [_Segment(0.0, SECONDS, "")]
     layer = GlobalLayer(
@@ -100,7 +162,7 @@ def compose_caption(form: CaptionForm) -> dict[str, Any]:
             ),
         ),
         objects_static=[_object(number, row) for number, row in enumerate(objects, 1)],
-        video_metadata=VideoMetadata(duration=SECONDS, aspect_ratio=form.aspect_ratio.strip()),
+        video_metadata=VideoMetadata(duration=SECONDS, aspect_ratio=form.aspect_ratio.strip() or ASPECT_RATIO),
         lighting_baseline=LightingBaseline(
             conditions=form.light.strip(), direction="", shadows="", source_consistency=""
         ),
@@ -208,7 +270,7 @@ def _clock(seconds: float) -> str:
 
 
 def _timeline_segment(
-    segment: _Segment, segments: list[_Segment], spoken: list[tuple[float | None, DialogueLine]]
+    segment: _Segment, segments: Sequence[_Segment], spoken: Sequence[tuple[float | None, DialogueLine]]
 ) -> TimelineSegment:
     still = CameraMovement(type="", direction="", intensity="")
     return TimelineSegment(
@@ -230,7 +292,60 @@ def _timeline_segment(
     )
 
 
-def _segment_of(start: float | None, segments: list[_Segment]) -> _Segment:
+def _segment_of(start: float | None, segments: Sequence[_Segment]) -> _Segment:
     """The segment in which a line of speech starts: the last that has begun, the first for one without a time."""
     begun = [segment for segment in segments if start is not None and segment.start <= start]
     return begun[-1] if begun else segments[0]
+
+
+def _get(caption: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        caption = caption.get(key) if isinstance(caption, dict) else None
+    return caption
+
+
+def _put(caption: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    at = caption
+    for depth, key in enumerate(path[:-1], 1):
+        if at.get(key) is None:
+            at[key] = {}
+        at = at[key]
+        if not isinstance(at, dict):
+            raise RequestError(f"{'.'.join(path[:depth])} of the caption is not an object; correct the caption there.")
+    at[path[-1]] = value
+
+
+def _timeline(caption: dict[str, Any]) -> list[dict[str, Any]]:
+    segments = _get(caption, _TIMELINE)
+    return [segment for segment in segments if isinstance(segment, dict)] if isinstance(segments, list) else []
+
+
+def _speech(segments: Sequence[dict[str, Any]]) -> list[tuple[float | None, dict[str, Any]]]:
+    """A caption's own lines of speech, each with its start, or its segment's."""
+    lines = []
+    for segment in segments:
+        found = _get(segment, ("audio", "dialogue_lines"))
+        for line in found if isinstance(found, list) else []:
+            if isinstance(line, dict):
+                start = _start(line.get("timestamp"))
+                lines.append((_segment_start(segment) if start is None else start, line))
+    return lines
+
+
+def _lay_speech(segments: Sequence[dict[str, Any]], lines: Sequence[tuple[float | None, dict[str, Any]]]) -> None:
+    """Put each line into the last segment that has begun when it starts, and remove what was there."""
+    for segment in segments:
+        _put(segment, ("audio", "dialogue_lines"), [])
+    for start, line in lines:
+        begun = [each for each in segments if start is not None and (_segment_start(each) or 0.0) <= start]
+        (begun[-1] if begun else segments[0])["audio"]["dialogue_lines"].append(line)
+
+
+def _segment_start(segment: dict[str, Any]) -> float | None:
+    return _start(_get(segment, ("segment_basic_info", "timestamp_range")))
+
+
+def _start(timestamp: Any) -> float | None:
+    """The first time in a time stamp, in seconds; None if there is none."""
+    found = re.search(_TIME, timestamp) if isinstance(timestamp, str) else None
+    return _seconds(found.group()) if found else None

@@ -20,8 +20,8 @@ from urllib.parse import quote, urlsplit
 
 from ..errors import MissingDependencyError, RequestError
 from ..events import Events
-from .caption_answer import DEFAULT_MODEL
 
+DEFAULT_MODEL = "gemini-3.1-pro-preview"
 DEFAULT_BASE_URL = "https://generativelanguage.googleapis.com/v1beta/openai/"
 SETTINGS_FILE = "magi2_enhance.json"
 VARIABLES = {

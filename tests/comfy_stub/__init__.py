@@ -62,7 +62,9 @@ def installed(base: Path, *, interrupt_base: type[BaseException] = Exception) ->
         io=io_types.io,
         ui=io_types.ui,
         ComfyExtension=io_types.ComfyExtension,
-        InputImpl=SimpleNamespace(VideoFromComponents=io_types.VideoFromComponents),
+        InputImpl=SimpleNamespace(
+            VideoFromComponents=io_types.VideoFromComponents, VideoFromFile=io_types.VideoFromFile
+        ),
         Types=SimpleNamespace(VideoComponents=io_types.VideoComponents),
     )
     utils = _module("comfy.utils", ProgressBar=progress_bar)

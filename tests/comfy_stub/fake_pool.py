@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
 import torch
+from magi2_native.magi2_core.codecs.media import Sound, write_video
 
 WIDTH = 8  # of the text features
 
@@ -97,6 +99,13 @@ def answer(call: str, arguments: dict[str, Any]) -> dict[str, Any]:
                 "video": torch.randn(48, *grid, generator=generator),
                 "audio": torch.randn(250, 64, generator=generator),
             }
+        case "refine":
+            settings = arguments["settings"]
+            frames = 2 * arguments["video"].shape[1] - 1
+            return {"video": torch.zeros(48, frames, settings["height"] // 16, settings["width"] // 16)}
+        case "write_clip":
+            write_clip(**arguments)
+            return {}
         case "decode_video":
             _, frames, height, width = arguments["video"].shape
             shape = (4 * (frames - 1) + 1, height * 16, width * 16, 3)
@@ -106,3 +115,14 @@ def answer(call: str, arguments: dict[str, Any]) -> dict[str, Any]:
         case "release":
             return {}
     raise AssertionError(call)
+
+
+def write_clip(
+    *, video: torch.Tensor, waveform: torch.Tensor | None, sample_rate: int, path: str, crf: int, fps: str,
+    size: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """A file of black frames of the right number, size and rate."""
+    width, height = size or (16 * video.shape[3], 16 * video.shape[2])
+    frames = torch.zeros(4 * (video.shape[1] - 1) + 1, 1, 1, 3, dtype=torch.uint8)
+    sound = None if waveform is None else Sound(waveform, sample_rate)
+    write_video(path, (frame.expand(1, height, width, 3) for frame in frames), Fraction(fps), sound, crf)

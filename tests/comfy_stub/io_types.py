@@ -246,6 +246,14 @@ class VideoFromComponents:
         return self._components
 
 
+class VideoFromFile:
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def get_stream_source(self) -> str:
+        return self._file
+
+
 ui = SimpleNamespace(PreviewText=PreviewText)
 io = SimpleNamespace(
     Schema=Schema,
