@@ -15,7 +15,7 @@ from magi2_native.magi2_core.errors import RequestError
 from magi2_native.magi2_core.events import Silent
 from magi2_native.stages.folders import Folders
 from magi2_native.stages.manager import manager
-from magi2_native.tests.comfy_server.client import small_prompt
+from magi2_native.tests.comfy_server.client import clip_of, small_prompt
 from magi2_native.tests.comfy_stub.fake_pool import FakePool
 from magi2_native.tests.comfy_stub.fixtures import write_checkpoint
 
@@ -54,7 +54,7 @@ def test_every_template_runs_and_writes_a_clip_with_exact_counts(
     written = run_workflow(workflow, folders, Silent())
     (clip,) = (path for path in written if path.suffix == ".mp4")
     facts = read_back(clip)
-    assert (facts.frames, facts.width, facts.height, facts.frame_rate) == (125, 64, 32, 12.5)
+    assert (facts.frames, facts.width, facts.height, facts.frame_rate) == clip_of(workflow)
     assert facts.audio_seconds == 10.0
     assert clip == folders.output / "video" / "magi2_00001_.mp4"
     assert pools[-1].closed, "workers end with the run"

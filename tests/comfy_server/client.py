@@ -48,7 +48,26 @@ def small_prompt(template: str = "text_to_clip", *, steps: int = 2, seed: int = 
                       "inputs": {"magi2_latent": [sampler, 0], "filename_prefix": "magi2/test"}}  # fmt: skip
     if prompt is not None:
         made[node_of(made, "Magi2EncodePrompt")]["inputs"]["prompt"] = prompt
+    for node in made.values():
+        # a run to the end, without a language model and without 1920x1080 pixels
+        node["inputs"] |= {name: value for name, value in SMALL.get(node["class_type"], {}).items()}
     return made
+
+
+SMALL = {
+    "Magi2EnhancePrompt": {"on_failure": "original"},
+    "Magi2Caption": {"stop_to_edit": False},
+    "Magi2Refine": {"width": 128, "height": 64, "steps": 2},
+    "Magi2Decode": {"output_width": 0, "output_height": 0},
+}
+
+
+def clip_of(prompt: Prompt) -> tuple[int, int, int, float]:
+    """Frames, width, height and frame rate of the clip that a small prompt makes."""
+    classes = {node["class_type"]: node["inputs"] for node in prompt.values()}
+    if (refine := classes.get("Magi2Refine")) is not None:
+        return 249, refine["width"], refine["height"], 25.0
+    return 125, prompt["options"]["inputs"]["width"], prompt["options"]["inputs"]["height"], 12.5
 
 
 OPTIONS = {

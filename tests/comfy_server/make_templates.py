@@ -58,7 +58,51 @@ NOTES = {
         " more than there is, only more devices help.\n\n"
         "Files: as in *text_to_clip*, in `ComfyUI/models/magi2/MAGI-2-Preview/`."
     ),
+    "preview_to_1080p": (
+        "## Preview to 1080p\n\n"
+        "1. Put the MAGI-2 Preview files into `ComfyUI/models/magi2/MAGI-2-Preview/`, this time with the folder"
+        " `refiner` too. Press R, and choose the folder in *Load Checkpoint*.\n"
+        "2. Run. The sampler makes a 540p preview, which is saved as a latent; *Refine* takes it to 1920x1088 and 25"
+        " frames a second; *Decode* writes it straight into the video at 1920x1080.\n\n"
+        "Look for a good seed at 540p first: mute *Refine*, and connect the sampler's latent to *Decode*. To refine a"
+        " preview later, load its latent with *MAGI-2 Load Latent*.\n\n"
+        "The frames of this clip would take 6.2 GB, so *Decode* does not make them unless *make_frames* is always."
+    ),
+    "caption_to_clip": (
+        "## Caption to clip\n\n"
+        "The model was trained on structured captions. Fill in the fields of *Caption*; empty ones are left out. It"
+        " shows the text that the encoder sees, and how many tokens it has.\n\n"
+        "Times are seconds of the ten: `3-4.5 <subject 1>: the words`. Two or three words fit into a second.\n\n"
+        "Files: as in *text_to_clip*, in `ComfyUI/models/magi2/MAGI-2-Preview/`."
+    ),
+    "enhance_to_clip": (
+        "## One line to clip\n\n"
+        "1. Name a language model in ComfyUI's environment or in `user/magi2/magi2_enhance.json` (see the help of"
+        " *Enhance Prompt*). The prompt is sent there, and nothing else.\n"
+        "2. Write a line into *Enhance Prompt* and run. The caption appears in *Caption*, and the run stops there.\n"
+        "3. Copy it into *edited_caption* and change what you like, or turn *stop_to_edit* off to take it as it is."
+        " Run again.\n\n"
+        "Files: as in *text_to_clip*, in `ComfyUI/models/magi2/MAGI-2-Preview/`."
+    ),
 }
+CAPTION = {
+    "context": "A potter at work, quiet and close",
+    "description": "In a small workshop a woman in her sixties shapes a bowl on a turning wheel. Natural documentary"
+    " photograph, medium close-up, warm and calm.",
+    "subjects": "a potter in her sixties with short grey hair | brown linen apron over a blue shirt | centre, behind"
+    " the wheel",
+    "timeline": "0-4 her wet hands centre the clay while the wheel turns\n"
+    "4-7.5 her thumbs open the bowl and the wall rises between her fingers\n"
+    "7.5-10 she lets go, looks up and smiles",
+    "dialogue": "7.8-9.2 <subject 1>: There you are. | softly, to the bowl",
+    "language": "English",
+    "ambience": "the steady hum of the wheel, wet clay under the fingers, rain on the window, no music",
+    "style": "natural documentary photograph",
+    "light": "soft window light from the left",
+    "setting": "shelves of unfired pots on a whitewashed wall",
+    "camera": "slow push-in at eye level",
+}
+LINE = "A lighthouse keeper lights the lamp as a storm comes in"
 SAMPLING = {"resolution": "272p", "orientation": "landscape", "seed": 42, "steps": 30}
 
 Node = tuple[str, str, tuple[int, int], dict[str, Any]]
@@ -91,7 +135,32 @@ def templates() -> dict[str, list[Node]]:
         ("keep", "Magi2SaveLatent", (940, 620), {"magi2_latent": ("sample", "latent")}),
         ("free", "Magi2UnloadWorkers", (1340, 900), {"after": ("decode", "frames")}),
     ]
-    return {"text_to_clip": _common(PROMPT), "picture_to_clip": picture, "low_memory": small}
+    large = _common(PROMPT)
+    large[2][3].update(resolution="540p", steps=50)
+    large[3][3].update(latent=("refine", "latent"), output_width=1920, output_height=1080)
+    large += [
+        ("keep", "Magi2SaveLatent", (940, 620), {"magi2_latent": ("sample", "latent")}),
+        ("refine", "Magi2Refine", (1340, 500), {"model": ("load", "model"), "latent": ("sample", "latent"),
+                                                "conditioning": ("prompt", "conditioning")}),
+    ]  # fmt: skip
+    return {
+        "text_to_clip": _common(PROMPT),
+        "picture_to_clip": picture,
+        "low_memory": small,
+        "preview_to_1080p": large,
+        "caption_to_clip": _captioned(CAPTION),
+        "enhance_to_clip": [
+            *_captioned({"caption": ("enhance", "caption"), "stop_to_edit": True}),
+            ("enhance", "Magi2EnhancePrompt", (440, -160), {"prompt": LINE}),
+        ],
+    }
+
+
+def _captioned(caption: dict[str, Any]) -> list[Node]:
+    """The common nodes, moved to the right for a caption that gives the prompt."""
+    nodes = [(name, kind, (x + 500 * (name != "load"), y), inputs) for name, kind, (x, y), inputs in _common("")]
+    nodes[1][3]["prompt"] = ("caption", "prompt")
+    return [*nodes, ("caption", "Magi2Caption", (440, 120), {"model": ("load", "model"), **caption})]
 
 
 BUILD = """
@@ -119,7 +188,10 @@ async ([nodes, note]) => {
             made[from].connect(slot, made[id], made[id].inputs.findIndex((each) => each.name === name));
         }
     }
-    const sizes = { Magi2EncodePrompt: [440, 440], Magi2Sampler: [340, 360], Magi2LoadCheckpoint: [340, 260] };
+    const sizes = {
+        Magi2Caption: [440, 900], Magi2EnhancePrompt: [440, 220], Magi2EncodePrompt: [440, 440],
+        Magi2Sampler: [340, 360], Magi2LoadCheckpoint: [340, 260],
+    };
     for (const node of Object.values(made)) {
         const least = node.computeSize();
         const wanted = sizes[node.type] ?? [320, least[1]];
