@@ -6,7 +6,6 @@ import torch
 from magi2_native.magi2_core.codecs.picture import (
     fit_picture,
     letterbox,
-    parse_pictures,
     pictures_from_tensor,
     prepare_picture,
     read_picture,
@@ -183,22 +182,6 @@ def test_a_picture_saved_and_one_from_the_graph_are_the_same(tmp_path):
 def test_a_tensor_that_is_no_picture_is_refused(image, said):
     with pytest.raises(RequestError, match=said):
         pictures_from_tensor(image)
-
-
-def test_a_path_is_figure_one_and_a_blank_is_no_picture():
-    assert parse_pictures("a picture.png") == [(1, "a picture.png")]
-    assert parse_pictures("") == parse_pictures("  \n") == []
-
-
-def test_figures_are_taken_in_string_order():
-    source = '{"<Figure 2>": "b.png", "<Figure 10>": "c.png", "<Figure 1>": "a.png", "cover": "d.png"}'
-    assert parse_pictures(source) == [(10, "c.png"), (1, "a.png"), (2, "b.png"), (1, "d.png")]
-
-
-@pytest.mark.parametrize("source", ['{"<Figure 1>": ', '{"<Figure 1>": 3}'])
-def test_json_that_names_no_pictures_is_refused(source):
-    with pytest.raises(RequestError, match="JSON"):
-        parse_pictures(source)
 
 
 def test_latents_of_equal_size_are_stacked_and_others_refused():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,30 +106,6 @@ def to_pixels(picture: Image.Image) -> Tensor:
     return 2.0 * pixels.permute(2, 0, 1).unsqueeze(0) - 1.0
 
 
-def parse_pictures(source: str) -> list[tuple[int, str]]:
-    """(figure number, path) of each picture named by a request (40 §1).
-
-    `source` is a path, or a JSON object from "<Figure N>" to paths, taken in string order of its keys ("<Figure 10>"
-    before "<Figure 2>"); empty or blank means no picture. RequestError if it looks like JSON and is not such an object.
-    """
-    if not source.strip():
-        return []
-    if not source.lstrip().startswith("{"):
-        return [(1, source)]
-    try:
-        figures = json.loads(source)
-    except ValueError as error:
-        raise RequestError(f"The pictures are given as JSON that cannot be read: {error}.") from None
-    if not all(isinstance(path, str) for path in figures.values()):
-        raise RequestError('The pictures must be a JSON object like {"<Figure 1>": "picture.png"}, with paths only.')
-    return [(_figure_number(key), figures[key]) for key in sorted(figures)]
-
-
-def _figure_number(key: str) -> int:
-    digits = re.search(r"\d+", key)
-    return int(digits.group()) if digits else 1
-
-
 def stack_pictures(latents: list[Tensor]) -> Tensor:
     """Latents of several pictures, each [1, 48, 1, h, w], as one feature [1, M, 48, 1, h, w] (40 §1).
 
@@ -142,4 +116,3 @@ def stack_pictures(latents: list[Tensor]) -> Tensor:
         stated = ", ".join(f"{16 * w}x{16 * h}" for h, w in sorted(sizes))
         raise RequestError(f"The pictures come out in different sizes ({stated}); give pictures of equal proportions.")
     return torch.stack(latents, dim=1)
-
