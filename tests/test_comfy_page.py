@@ -1,0 +1,197 @@
+"""The real page in Chromium, old and new: templates, panel, settings, help, languages (60 §8, §13 layer 4)."""
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+from magi2_native.magi2_core.codecs.media import read_back
+from magi2_native.tests.comfy_server.page import Page, chromium, newer_page, open_page
+from magi2_native.tests.comfy_server.server import PACK, PACK_FOLDER, Server
+
+pytest.importorskip("playwright", reason="the page tests need playwright and Chromium")
+if chromium() is None:
+    pytest.skip("the page tests need Chromium (set CHROMIUM)", allow_module_level=True)
+
+TEMPLATES = sorted(path.stem for path in (PACK / "workflows").glob("*.json"))
+
+
+@pytest.fixture(scope="module", params=["installed", "newer"])
+def page_server(request: pytest.FixtureRequest, comfy: Server, start_comfy: Callable[..., Server]) -> Server:
+    """A server for each version of the page."""
+    if request.param == "installed":
+        return comfy
+    if newer_page() is None:
+        pytest.skip("no newer page (set COMFYUI_NEW_PAGE to an unpacked comfyui-frontend-package)")
+    return start_comfy(page=newer_page())
+
+
+@pytest.fixture(scope="module")
+def page(page_server: Server) -> Iterator[Page]:
+    with open_page(page_server) as page:
+        yield page
+
+
+@pytest.fixture(autouse=True)
+def no_problems(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test of the page fails on a console error or a failed request."""
+    yield
+    if "page" in request.fixturenames:
+        page = request.getfixturevalue("page")
+        found, page.problems[:] = list(page.problems), []
+        assert found == []
+
+
+def drop(page: Page, template: str) -> None:
+    page.run("() => window.app.graph.clear()")
+    text = (PACK / "workflows" / f"{template}.json").read_text(encoding="utf-8")
+    page.drop_workflow(f"{template}.json", text)
+    page.wait("(count) => window.app.graph._nodes.length === count", len(json.loads(text)["nodes"]))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_dropped_template_becomes_the_prompt_of_its_api_twin(page: Page, template: str) -> None:
+    drop(page, template)
+    twin = json.loads((PACK / "workflows" / "api" / f"{template}.json").read_text(encoding="utf-8"))
+    assert page.prompt() == twin
+    missing = page.run("() => window.app.graph._nodes.filter((node) => node.has_errors).map((node) => node.type)")
+    assert missing == []
+
+
+def test_a_template_runs_from_the_page_and_saves_a_clip(page: Page) -> None:
+    drop(page, "text_to_clip")
+    # only the size and the number of steps are changed, for a model on a CPU
+    page.run(
+        """() => {
+            const graph = window.app.graph;
+            const options = LiteGraph.createNode("Magi2SamplerOptions");
+            graph.add(options);
+            const set = (node, name, value) => { node.widgets.find((each) => each.name === name).value = value; };
+            set(options, "width", 64);
+            set(options, "height", 32);
+            const sampler = graph._nodes.find((node) => node.type === "Magi2Sampler");
+            set(sampler, "steps", 2);
+            options.connect(0, sampler, sampler.inputs.findIndex((input) => input.name === "options"));
+            window.magi2Events = [];
+            for (const name of ["progress", "execution_success", "execution_error", "magi2.status"])
+                window.app.api.addEventListener(name, (event) => window.magi2Events.push([name, event.detail]));
+        }"""
+    )
+    before = set((page.server.base / "output" / "video").glob("*.mp4"))
+    page.run("() => window.app.queuePrompt(0, 1)")
+    page.wait("() => window.magi2Events.some(([name]) => name.startsWith('execution_'))", seconds=200)
+    events = page.run("() => window.magi2Events")
+    assert not [detail for name, detail in events if name == "execution_error"]
+    assert [detail["value"] for name, detail in events if name == "progress" and detail["max"] == 2][-1] == 2
+    assert [detail["state"] for name, detail in events if name == "magi2.status"][-1] == "ready"
+    (clip,) = set((page.server.base / "output" / "video").glob("*.mp4")) - before
+    facts = read_back(clip)
+    assert (facts.frames, facts.width, facts.height, facts.audio_seconds) == (125, 64, 32, 10.0)
+
+
+def test_the_panel_shows_the_workers_and_stops_them(page: Page) -> None:
+    page.run("() => window.app.extensionManager.command?.execute?.('Workspace.ToggleSidebarTab.magi2')")
+    panel = page.tab.locator('[data-testid="magi2-panel"]')
+    if not panel.count():
+        page.tab.locator(".magi2-tab-button").first.click()
+    panel.wait_for(timeout=10_000)
+    page.run("async () => { await window.app.api.fetchApi('/magi2/status'); }")
+    shown = "(text) => document.querySelector('[data-testid=\"magi2-panel\"]').textContent.includes(text)"
+    page.wait(shown, "MAGI-2-Preview")
+    text = panel.inner_text()
+    assert "sp2" in text
+    assert "Rank 1: cpu" in text
+    page.tab.locator('[data-testid="magi2-stop"]').click()
+    page.wait(shown, "MAGI-2: stopped")
+    assert page.server.workers() == []
+
+
+def test_the_settings_have_a_page_and_reach_the_server(page: Page) -> None:
+    page.run("() => window.app.extensionManager.setting.set('Magi2.IdleMinutes', 7)")
+    page.run("() => window.app.extensionManager.setting.set('Magi2.GiveUpMemory', 'always')")
+    for _ in range(50):
+        settings = page.server.get("/magi2/status")["settings"]
+        if settings == {"give_up": "always", "idle_minutes": 7.0}:
+            break
+        page.tab.wait_for_timeout(100)
+    assert settings == {"give_up": "always", "idle_minutes": 7.0}
+    page.run("() => window.app.extensionManager.setting.set('Magi2.IdleMinutes', 0)")
+    page.run("() => window.app.extensionManager.setting.set('Magi2.GiveUpMemory', 'when asked')")
+    page.tab.wait_for_timeout(500)
+    assert page.server.get("/magi2/status")["settings"] == {"give_up": "when asked", "idle_minutes": 0.0}
+
+
+def test_every_node_can_be_made_and_explains_its_slots(page: Page) -> None:
+    found = page.run(
+        """() => {
+            window.app.graph.clear();
+            const types = Object.keys(LiteGraph.registered_node_types).filter((type) => type.startsWith("Magi2"));
+            return types.map((type) => {
+                const node = LiteGraph.createNode(type);
+                window.app.graph.add(node);
+                return [type, node.title, (node.widgets ?? []).map((widget) => [widget.name, widget.tooltip ?? ""])];
+            });
+        }"""
+    )
+    assert {name for name, *_ in found} == {path.stem for path in (PACK / "web" / "docs").glob("*.md")}
+    for name, title, widgets in found:
+        assert title.startswith("MAGI-2"), name
+        for widget, tooltip in widgets:
+            assert tooltip or widget in ("control_after_generate", "upload"), f"{name}.{widget}"
+    page.run("() => window.app.graph.clear()")
+
+
+@pytest.mark.parametrize("path", ["js/magi2.js", "js/panel.mjs", "js/texts.mjs"])
+def test_every_import_of_a_served_script_is_there(page: Page, path: str) -> None:
+    source = (PACK / "web" / path).read_text(encoding="utf-8")
+    status, served = page.server.request(f"/extensions/{PACK_FOLDER}/{path}")
+    assert status == 200
+    assert served == source
+    base = f"{page.server.url}/extensions/{PACK_FOLDER}/{path}"
+    for line in source.splitlines():
+        if line.startswith("import "):
+            target = line.split('"')[1]
+            answer = page.run("async ([t, b]) => (await fetch(new URL(t, b))).status", [target, base])
+            assert answer == 200, target
+
+
+def test_the_page_imports_the_extension_alone_and_not_its_modules(page: Page) -> None:
+    listed = [name for name in page.server.get("/extensions") if PACK_FOLDER in name]
+    assert listed == [f"/extensions/{PACK_FOLDER}/js/magi2.js"]
+    registered = page.run("() => window.app.extensions.map((extension) => extension.name)")
+    assert registered.count("Magi2.Native") == 1
+
+
+def test_the_help_of_a_node_is_the_packs_own_page(page: Page) -> None:
+    page.run(
+        """() => {
+            window.app.graph.clear();
+            const node = LiteGraph.createNode("Magi2Sampler");
+            window.app.graph.add(node);
+            node.pos = [300, 300];
+            window.app.canvas.selectNode(node);
+            window.app.canvas.ds.reset();
+        }"""
+    )
+    page.tab.wait_for_timeout(500)
+    page.tab.locator('button[data-testid="info-button"], button:has(.pi-question-circle)').first.click()
+    page.tab.locator("text=bit for bit").first.wait_for(timeout=10_000)
+    page.run("() => window.app.graph.clear()")
+
+
+def test_nodes_speak_chinese(page_server: Server) -> None:
+    with open_page(page_server, locale="zh") as page:
+        page.wait(
+            """() => {
+                const node = LiteGraph.createNode("Magi2Sampler");
+                return node && node.title === "MAGI-2 采样器";
+            }"""
+        )
+        assert page.problems == []
+    page_server.request("/settings", {"Comfy.Locale": "en"})
+
+
+def test_templates_and_thumbnails_are_listed_and_served(page_server: Server) -> None:
+    assert set(page_server.get("/workflow_templates")[PACK_FOLDER]) == set(TEMPLATES)
+    for template in TEMPLATES:
+        assert page_server.request(f"/api/workflow_templates/{PACK_FOLDER}/{template}.json")[0] == 200
+        assert page_server.request(f"/api/workflow_templates/{PACK_FOLDER}/{template}.jpg")[0] == 200
