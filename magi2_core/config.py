@@ -38,19 +38,56 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
-class PreviewConfig:
-    """Architecture of the preview transformer; the defaults are the released model (10 §1)."""
+class TransformerConfig:
+    """What the architectures of the two transformers have in common."""
 
-    num_layers: int = 40
-    hidden_size: int = 3072
+    num_layers: int
+    hidden_size: int
+    num_query_groups: int
+    mm_layers: tuple[int, ...]
     head_dim: int = 128
-    num_query_groups: int = 24
     video_in_channels: int = 48
     audio_in_channels: int = 64
     text_in_channels: int = 5120
     params_dtype: torch.dtype = torch.bfloat16
-    intermediate_factor: float = 4
+
+    def check(self) -> None:
+        """Raise CheckpointError if the sizes do not fit each other."""
+        _divides(self.head_dim, self.hidden_size, "head_dim", "hidden_size")
+        _divides(8, self.head_dim, "8", "head_dim")
+        _divides(self.num_query_groups, self.heads, "num_query_groups", "the number of query heads")
+
+    @property
+    def heads(self) -> int:
+        return self.hidden_size // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_query_groups
+
+    @property
+    def stream_width(self) -> int:
+        """Width carried between layers."""
+        return self.hidden_size
+
+    @property
+    def out_channels(self) -> int:
+        return max(self.video_in_channels, self.audio_in_channels)
+
+    def modalities(self, layer: int) -> int:
+        """Number of weight blocks of a layer's attention, stream norm and dense MLP: 3 in mm_layers, else 1."""
+        return 3 if layer in self.mm_layers else 1
+
+
+@dataclass(frozen=True)
+class PreviewConfig(TransformerConfig):
+    """Architecture of the preview transformer; the defaults are the released model (10 §1)."""
+
+    num_layers: int = 40
+    hidden_size: int = 3072
+    num_query_groups: int = 24
     mm_layers: tuple[int, ...] = (0, 1, 38, 39)
+    intermediate_factor: float = 4
     attn_softcap: float = -1.0
     sink_token_num: int = 1
     num_stream: int = 4
@@ -71,32 +108,23 @@ class PreviewConfig:
             if flat.get(group, {}).get("enable", True) is not True:
                 raise CheckpointError(f"{group}.enable is false; the preview transformer exists only with it on.")
         _require_swiglu7(flat)
-        moe = _pick(MoeConfig, flat.get("moe_config", {}))
-        if flat.get("moe_config", {}).get("score_func", "sigmoid") != "sigmoid":
-            raise CheckpointError(f"moe_config.score_func is {flat['moe_config']['score_func']!r}; only 'sigmoid' exists.")
-        config = replace(_pick(cls, flat), moe=moe)
+        experts = flat.get("moe_config", {})
+        if (score := experts.get("score_func", "sigmoid")) != "sigmoid":
+            raise CheckpointError(f"moe_config.score_func is {score!r}; only 'sigmoid' exists.")
+        config = replace(_pick(cls, flat), moe=_pick(MoeConfig, experts))
         config.check()
         return config
 
     def check(self) -> None:
         """Raise CheckpointError if the sizes do not fit each other."""
-        _divides(self.head_dim, self.hidden_size, "head_dim", "hidden_size")
-        _divides(8, self.head_dim, "8", "head_dim")
-        _divides(self.num_query_groups, self.heads, "num_query_groups", "the number of query heads")
+        super().check()
         _divides(self.moe.num_heads, self.moe_width, "moe_config.num_heads", "the width that it splits")
         for name, layers in (("mm_layers", self.mm_layers), ("moe_config.moe_layers", self.moe.moe_layers)):
             if wrong := [i for i in layers if not 0 <= i < self.num_layers]:
-                raise CheckpointError(f"{name} names layer {wrong[0]}, but the model has layers 0 to {self.num_layers - 1}.")
+                last = self.num_layers - 1
+                raise CheckpointError(f"{name} names layer {wrong[0]}, but the model has layers 0 to {last}.")
         if not 1 <= self.moe.top_k <= self.moe.num_experts:
             raise CheckpointError(f"moe_config.top_k is {self.moe.top_k}; it must be 1 to {self.moe.num_experts}.")
-
-    @property
-    def heads(self) -> int:
-        return self.hidden_size // self.head_dim
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_query_groups
 
     @property
     def stream_width(self) -> int:
@@ -117,27 +145,14 @@ class PreviewConfig:
     def moe_head_dim(self) -> int:
         return self.moe_width // self.moe.num_heads
 
-    @property
-    def out_channels(self) -> int:
-        return max(self.video_in_channels, self.audio_in_channels)
-
-    def modalities(self, layer: int) -> int:
-        """Number of weight blocks of a layer's attention, mHC norm and dense MLP: 3 in mm_layers, else 1."""
-        return 3 if layer in self.mm_layers else 1
-
 
 @dataclass(frozen=True)
-class RefinerConfig:
+class RefinerConfig(TransformerConfig):
     """Architecture of the second stage; the defaults are the released model (50 §2)."""
 
     num_layers: int = 30
     hidden_size: int = 4096
-    head_dim: int = 128
     num_query_groups: int = 8
-    video_in_channels: int = 48
-    audio_in_channels: int = 64
-    text_in_channels: int = 5120
-    params_dtype: torch.dtype = torch.bfloat16
     mm_layers: tuple[int, ...] = (0, 1, 28, 29)
 
     @classmethod
@@ -150,32 +165,10 @@ class RefinerConfig:
         config.check()
         return config
 
-    def check(self) -> None:
-        """Raise CheckpointError if the sizes do not fit each other."""
-        _divides(self.head_dim, self.hidden_size, "head_dim", "hidden_size")
-        _divides(8, self.head_dim, "8", "head_dim")
-        _divides(self.num_query_groups, self.heads, "num_query_groups", "the number of query heads")
-
-    @property
-    def heads(self) -> int:
-        return self.hidden_size // self.head_dim
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_query_groups
-
     @property
     def mlp_width(self) -> int:
         """Width of the MLP: rounded to 4, where the preview rounds to 128 (50 §3.3)."""
         return int(self.hidden_size * 4 * 2 / 3) // 4 * 4
-
-    @property
-    def out_channels(self) -> int:
-        return max(self.video_in_channels, self.audio_in_channels)
-
-    def modalities(self, layer: int) -> int:
-        """Number of weight blocks of a layer: 3 in mm_layers, else 1."""
-        return 3 if layer in self.mm_layers else 1
 
 
 def _pick(kind: type, source: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import PreviewConfig, RefinerConfig
+from ..config import TransformerConfig
 from ..errors import RequestError
 from .inputs import PackedTokens
 from .norm import rms_norm
@@ -76,7 +76,7 @@ class PreAdapter(nn.Module):
 class PostAdapter(nn.Module):
     """The final norms and linears, fp32 throughout (10 §10)."""
 
-    def __init__(self, config: PreviewConfig | RefinerConfig, tensors: Tensors) -> None:
+    def __init__(self, config: TransformerConfig, tensors: Tensors) -> None:
         super().__init__()
         self.channels = config.out_channels
         self.final_norm_video = Weight(tensors.at("final_norm_video"))

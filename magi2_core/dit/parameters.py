@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ..checkpoint.spec import Shard, TensorSpec
-from ..config import PreviewConfig
+from ..config import PreviewConfig, TransformerConfig
 from .runs import MODALITIES
 
 FP32 = torch.float32
@@ -19,14 +19,15 @@ def preview_tensors(config: PreviewConfig) -> dict[str, TensorSpec]:
     What the reference computes in bf16 has `config.params_dtype`, which is the compute dtype; what it computes in fp32
     (norms, stream mixing, router, adapters) is fp32 in every mode (10 §1, §12.1).
     """
-    table = dict(_adapters(config))
+    table = dict(adapter_tensors(config))
     for layer in range(config.num_layers):
         prefix = f"block.layers.{layer}."
         table |= {prefix + name: spec for name, spec in _layer(config, layer)}
     return table
 
 
-def _adapters(config: PreviewConfig) -> Iterator[tuple[str, TensorSpec]]:
+def adapter_tensors(config: TransformerConfig) -> Iterator[tuple[str, TensorSpec]]:
+    """The embedders, the rotary bands and the final layers (10 §12.1, 50 §4)."""
     width = config.stream_width
     for name, channels in (
         ("video", config.video_in_channels),
