@@ -10,13 +10,16 @@ LIMIT = 7.0
 
 def swiglu7(x: Tensor) -> Tensor:
     """[..., 2·w] with gate in the even and linear in the odd channels -> [..., w]: fp32 inside, x's dtype outside."""
-    return swiglu7_pair(x[..., 0::2].float(), x[..., 1::2].float()).to(x.dtype)
+    return swiglu7_pair(x[..., 0::2], x[..., 1::2]).to(x.dtype)
 
 
 def swiglu7_pair(gate: Tensor, linear: Tensor) -> Tensor:
-    """gate · sigmoid(1.702·gate) · (linear + 1) of two fp32 tensors of one shape, after the clamps (10 §5).
+    """gate · sigmoid(1.702·gate) · (linear + 1) of two tensors of one shape, after the clamps (10 §5).
 
-    The gate has no lower clamp. Returns fp32.
+    The gate has no lower clamp. fp32 inside and out; the limits are exact in bf16, so clamping first changes nothing,
+    and no more than two fp32 tensors exist at once.
     """
-    gate = gate.clamp(max=LIMIT)
-    return (gate * ALPHA).sigmoid_().mul_(gate).mul_(linear.clamp(-LIMIT, LIMIT).add_(1))
+    gate = gate.clamp(max=LIMIT).float()
+    hidden = (gate * ALPHA).sigmoid_().mul_(gate)
+    del gate
+    return hidden.mul_(linear.clamp(-LIMIT, LIMIT).float().add_(1))

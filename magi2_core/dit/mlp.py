@@ -82,6 +82,7 @@ class MoeMlp(nn.Module):
         tokens of its own are wanted: nothing is exchanged (10 §11.2)."""
         parallel = prepared.parallel
         if parallel.layout.tp > 1:
-            return self.moe_mlp(x_SMd)
+            return self.moe_mlp(x_SMd, out=x_SMd)
         x_Thd = dispatch_heads(x_SMd, prepared.split, prepared.shares, parallel.sp_group)
-        return combine_heads(self.moe_mlp(x_Thd), prepared.split, prepared.shares, parallel.sp_group)
+        y_Thd = self.moe_mlp(x_Thd, out=x_Thd)
+        return combine_heads(y_Thd, prepared.split, prepared.shares, parallel.sp_group)

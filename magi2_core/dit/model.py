@@ -52,8 +52,10 @@ class Layer(nn.Module):
         for name, branch in (("attn", self.attention), ("mlp", self.mlp)):
             mix, u_SD = self.read(name, streams_SW, prepared)
             out_SD = branch(u_SD, prepared)
+            del u_SD
             for piece in prepared.plain_pieces:
                 update_streams_(streams_SND[piece.rows], mix.rows(piece.rows), out_SD[piece.rows])
+            del out_SD  # the next branch's input takes its place
 
     def read(self, branch: str, streams_SW: Tensor, prepared: Prepared) -> tuple[Mix, Tensor]:
         """A branch's mixing coefficients and its input [S, D], both from the streams before it (10 §6)."""

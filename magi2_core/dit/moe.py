@@ -38,12 +38,13 @@ class RoutedExperts(nn.Module):
         self.W_down = tensors["W_down"]
         self.router = Router(tensors.at("router"))
 
-    def forward(self, x_Thd: Tensor) -> Tensor:
+    def forward(self, x_Thd: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, heads of this rank, d] -> the sum of this rank's experts for each token and head, same shape and dtype.
 
-        A head of which another rank holds some experts is routed in full on both, and each adds its own (70 §5).
+        A head of which another rank holds some experts is routed in full on both, and each adds its own (70 §5). The
+        result is written to `out` if given, which may be the input itself.
         """
-        y_Thd = torch.empty_like(x_Thd)
+        y_Thd = torch.empty_like(x_Thd) if out is None else out
         tokens = max(1, _HIDDEN // (self.moe.top_k * self.moe.expert_intermediate_size))
         for head in range(self.share.heads):
             for start in range(0, x_Thd.shape[0], tokens):

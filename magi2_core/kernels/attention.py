@@ -40,8 +40,9 @@ def varlen_attention(
         # Each key head serves its group of query heads by a stride of 0: nothing is copied.
         k, v = (x[start:stop].transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for x in (k_THd, v_THd))
         out, lse = kernel(q, k, v, scale)
-        out_THd[start:stop] = out.permute(2, 0, 1, 3).flatten(1, 2)
+        out_THd[start:stop].unflatten(1, q.shape[:2]).permute(1, 2, 0, 3).copy_(out)
         lse_HT[:, start:stop] = lse.flatten(0, 1)
+        del out, lse  # before the next segment's
     return out_THd, lse_HT
 
 

@@ -103,6 +103,7 @@ def _projection_piece(config: RefinerConfig, device_type: str) -> int:
 
 
 def _mlp_piece(config: RefinerConfig, device_type: str) -> int:
-    """Normed rows, gate and up, and four fp32 tensors of the activation's width."""
+    """Normed rows, gate and up, and what the activation holds: two fp32 tensors and a clamped one."""
     compute, inner = config.params_dtype.itemsize, config.mlp_width
-    return piece_rows(config, device_type) * (config.hidden_size * compute + 2 * inner * compute + 4 * inner * FP32)
+    active = 2 * FP32 + (compute if compute < FP32 else 0)
+    return piece_rows(config, device_type) * (config.hidden_size * compute + inner * (2 * compute + active))
