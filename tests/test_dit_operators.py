@@ -92,8 +92,9 @@ def test_every_head_is_rotated_by_the_same_table() -> None:
 
 
 def test_runs_are_the_stretches_of_equal_modality() -> None:
-    assert modality_runs([0, 0, 2, 1, 1, 1, 0]) == (Run(0, 0, 2), Run(2, 2, 3), Run(1, 3, 6), Run(0, 6, 7))
-    assert modality_runs([]) == ()
+    modality = torch.tensor([0, 0, 2, 1, 1, 1, 0])
+    assert modality_runs(modality) == (Run(0, 0, 2), Run(2, 2, 3), Run(1, 3, 6), Run(0, 6, 7))
+    assert modality_runs(modality[:0]) == ()
 
 
 def test_pieces_cover_the_runs_in_order_with_a_limit_on_their_rows() -> None:
@@ -146,7 +147,7 @@ def _exact_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def test_every_modality_has_its_own_rows_of_a_grouped_weight() -> None:
     x, weight, bias = random(6, 8), random(15, 8, seed=1), random(15, seed=2)
-    got = grouped_linear(x, weight, modality_runs([2, 2, 0, 1, 1, 1]), bias)
+    got = grouped_linear(x, weight, modality_runs(torch.tensor([2, 2, 0, 1, 1, 1])), bias)
     for rows, modality in ((slice(0, 2), 2), (slice(2, 3), 0), (slice(3, 6), 1)):
         part = slice(5 * modality, 5 * modality + 5)
         assert torch.allclose(got[rows], x[rows] @ weight[part].t() + bias[part], atol=1e-6)

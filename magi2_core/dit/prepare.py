@@ -87,9 +87,9 @@ def prepare(
         split=split,
         shares=parallel.layout.expert_shares(config.moe.num_heads, config.moe.num_experts),
         cu_seqlens=layout.cu_seqlens,
-        counts=_count(modality_T),
-        runs=modality_runs(modality_T[split.rows][order_S].tolist()),
-        first_rows=_count(modality_T[: split.start]),
+        counts=count_rows(modality_T),
+        runs=modality_runs(modality_T[split.rows][order_S]),
+        first_rows=count_rows(modality_T[: split.start]),
         order_S=order_S.to(device) if moved else None,
         rope_SR=rotary_table(coords_S9, bands_B.cpu()).to(device),
         piece_rows=max(limit, _SMALLEST_PIECE),
@@ -109,5 +109,6 @@ def check_layout(layout: PackedLayout) -> None:
         raise RequestError("A token has a modality that is none of video (0), audio (1), text (2) and time (3).")
 
 
-def _count(modality_T: Tensor) -> tuple[int, ...]:
+def count_rows(modality_T: Tensor) -> tuple[int, ...]:
+    """How many rows of each modality there are."""
     return tuple(torch.bincount(modality_T, minlength=MODALITIES).tolist())

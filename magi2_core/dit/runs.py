@@ -7,8 +7,7 @@ temporary fp32 tensors stay small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,14 +28,11 @@ class Run(NamedTuple):
         return slice(self.start, self.stop)
 
 
-def modality_runs(modality: Sequence[int]) -> tuple[Run, ...]:
+def modality_runs(modality: Tensor) -> tuple[Run, ...]:
     """The runs of equal values in `modality`, in row order; no rows give no runs."""
-    runs, start = [], 0
-    for value, rows in groupby(modality):
-        stop = start + sum(1 for _ in rows)
-        runs.append(Run(int(value), start, stop))
-        start = stop
-    return tuple(runs)
+    values, counts = modality.unique_consecutive(return_counts=True)
+    stops = counts.cumsum(0)
+    return tuple(Run(*run) for run in zip(values.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True))
 
 
 def pieces(runs: Iterable[Run], limit: int) -> tuple[Run, ...]:

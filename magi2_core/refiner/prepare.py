@@ -11,11 +11,11 @@ from torch import Tensor
 from ...distributed.exchange import ParallelContext
 from ..config import RefinerConfig
 from ..dit.inputs import Modality, PackedTokens
-from ..dit.prepare import Prepared
+from ..dit.prepare import Prepared, count_rows
 from ..dit.rope import rotary_table
-from ..dit.runs import Run
+from ..dit.runs import modality_runs
 from ..errors import RequestError
-from ..sampling.packing import grid_coords
+from ..sampling.packing import audio_coords, grid_coords, text_coords
 from .blocks import Axes, WindowSettings, plan_blocks
 from .window_attention import WindowPlan, plan_windows
 
@@ -48,12 +48,7 @@ class RefinerPrepared(Prepared):
 
 def row_coords(grid: Axes, audio: int, text: int) -> Tensor:
     """Coordinates of video in raster order, sound and text, fp32 [rows, 9] (50 §5)."""
-    sound_reference = ((audio - 1) // 8 + 1, 1, 1)
-    return torch.cat([
-        grid_coords(grid, grid),
-        grid_coords((audio, 1, 1), sound_reference),
-        grid_coords((text, 1, 1), (1, 1, 1), start=(-text, 0, 0)),
-    ])  # fmt: skip
+    return torch.cat([grid_coords(grid, grid), audio_coords(audio), text_coords(text)])
 
 
 def prepare_refiner(
@@ -78,40 +73,21 @@ def prepare_refiner(
     split = parallel.split(blocks.tokens)
     rows_S = torch.cat([order_V, torch.arange(blocks.video, blocks.tokens)])[split.rows]
     counts = (blocks.video, audio, text)
+    modality_T = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     return RefinerPrepared(
         parallel=parallel,
         split=split,
         shares=(),
         cu_seqlens=(0, blocks.tokens),
         counts=counts,
-        runs=_local_runs(counts, split.start, split.start + split.local),
-        first_rows=_rows_before(counts, split.start),
+        runs=modality_runs(modality_T[split.rows]),
+        first_rows=count_rows(modality_T[: split.start]),
         order_S=None,
         rope_SR=rotary_table(coords_T9[rows_S], bands_B.cpu()).to(device),
         piece_rows=piece_rows(config, device.type),
         order_V=order_V.to(device),
         windows=plan_windows(blocks, device, backend),
     )
-
-
-def _local_runs(counts: tuple[int, ...], first: int, last: int) -> tuple[Run, ...]:
-    """The modality runs among the packed rows [first, last), counted from `first`."""
-    runs, start = [], 0
-    for modality, count in enumerate(counts):
-        begin, end = max(start, first), min(start + count, last)
-        if begin < end:
-            runs.append(Run(modality, begin - first, end - first))
-        start += count
-    return tuple(runs)
-
-
-def _rows_before(counts: tuple[int, ...], first: int) -> tuple[int, ...]:
-    """How many rows of each modality lie before packed row `first`."""
-    before, start = [], 0
-    for count in counts:
-        before.append(min(max(first - start, 0), count))
-        start += count
-    return tuple(before)
 
 
 def pack_refiner(prepared: RefinerPrepared, video_1CTHW: Tensor, audio_1LC: Tensor, text_LD: Tensor) -> PackedTokens:

@@ -131,11 +131,10 @@ def _segments(
     """The segments of one branch in order, each with its coordinates [rows, 9] (20 §6.2, §6.3)."""
     frames = grid_THW[0]
     reference = (frames, 32, 32) if options.stretch_rope else grid_THW
-    audio_reference = ((audio_length - 1) // 8 + 1, 1, 1)
     segments = [
         (Modality.VIDEO, grid_coords(grid_THW, reference)),
-        (Modality.AUDIO, grid_coords((audio_length, 1, 1), audio_reference)),
-        (Modality.TEXT, grid_coords((branch.text, 1, 1), (1, 1, 1), start=(-branch.text, 0, 0))),
+        (Modality.AUDIO, audio_coords(audio_length)),
+        (Modality.TEXT, text_coords(branch.text)),
     ]
     for picture in range(branch.pictures):
         size = (1, *branch.picture_grid)
@@ -155,6 +154,16 @@ def grid_coords(
     position = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
     constant = torch.tensor([*size, *reference], dtype=torch.float32).expand(len(position), 6)
     return torch.cat([position, constant], dim=1)
+
+
+def audio_coords(length: int) -> Tensor:
+    """Coordinates of the sound; its reference size is that of the video latents that last as long (20 §6.3)."""
+    return grid_coords((length, 1, 1), ((length - 1) // 8 + 1, 1, 1))
+
+
+def text_coords(length: int) -> Tensor:
+    """Coordinates of text, which stands before the clip, from -length to -1 (20 §6.3)."""
+    return grid_coords((length, 1, 1), (1, 1, 1), start=(-length, 0, 0))
 
 
 def pack_request(
