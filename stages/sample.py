@@ -19,7 +19,6 @@ from ..magi2_core.sampling.geometry import (
 )
 from ..magi2_core.sampling.guidance import GuidanceSettings
 from ..magi2_core.sampling.noise import NOISE_DEVICES, check_seed
-from ..magi2_core.sampling.schedule import make_schedule
 from .checkpoint import check_choice
 from .manager import manager
 from .values import ClipLatent, Conditioning, Model, SamplerOptions
@@ -63,7 +62,6 @@ def sampling_settings(
     """The settings of the loop; RequestError if any of them cannot be used."""
     if isinstance(steps, int) and steps > MOST_STEPS:
         raise RequestError(f"The number of steps is {steps}; it must be at most {MOST_STEPS}.")
-    make_schedule(steps, shift)
     guidance = GuidanceSettings(
         video_txt_guidance_scale=video_guidance,
         audio_txt_guidance_scale=audio_guidance,

@@ -21,7 +21,6 @@ from .blocks import WindowSettings
 from .model import RELEASED_WINDOW, RefinerTransformer
 from .prepare import pack_refiner, unpack_refiner
 
-PREVIEW_SHIFT = 7.0
 NOISE_LEVELS = 1000
 
 # (video [1, C, T, H, W], sound [1, L, C], whether with the prompt) -> velocities of the same shapes
@@ -70,7 +69,7 @@ class RefinerSettings:
             cfg_trick_start_frame=self.cfg_trick_start_frame,
             cfg_trick_value=self.cfg_trick_value,
         )
-        return SamplingSettings(self.steps, PREVIEW_SHIFT if self.shift is None else self.shift, guidance)
+        return SamplingSettings(self.steps, SamplingSettings.shift if self.shift is None else self.shift, guidance)
 
     def grid(self, preview_frames: int) -> tuple[int, int, int]:
         """Latent grid (t, h, w) of the refined clip; sizes between multiples of 16 are floored (50 §9.1)."""

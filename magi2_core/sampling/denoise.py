@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import NonFiniteError
 from ..events import Events
 from .guidance import GuidanceSettings, cut_scale, frame_scale, guide_pair
-from .schedule import check_schedule, make_schedule
+from .schedule import make_schedule
 from .unipc import UniPC
 
 # (video [1, C, T, H, W], audio [1, L, C], time tau) -> (video [2, C, T, H, W], audio [2, L, C]): the velocities of both
@@ -28,7 +28,7 @@ class SamplingSettings:
     guidance: GuidanceSettings = field(default_factory=GuidanceSettings)
 
     def __post_init__(self) -> None:
-        check_schedule(self.steps, self.shift)
+        make_schedule(self.steps, self.shift)
 
 
 def denoise(

@@ -34,21 +34,16 @@ class Schedule:
         return (torch.tensor(self.timesteps[step], dtype=torch.float32) / TRAINING_STEPS).item()
 
 
-def check_schedule(steps: int, shift: float) -> None:
-    """Raise RequestError for a number of steps or a shift that cannot be used (20 §9)."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise RequestError(f"The number of steps is {steps!r}; it must be a whole number, at least 1.")
-    if not math.isfinite(shift) or shift <= 0:
-        raise RequestError(f"The schedule shift is {shift}; it must be a finite number above 0 (1 is linear).")
-
-
 def make_schedule(steps: int, shift: float) -> Schedule:
     """The flow schedule of `steps` steps with a shift (20 §3).
 
     Raises RequestError for steps < 1, for a shift that is not finite and positive, and for a pair so extreme that two
-    noise levels coincide in fp32, which the solver would divide by.
+    noise levels coincide in fp32, which the solver would divide by (20 §9).
     """
-    check_schedule(steps, shift)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise RequestError(f"The number of steps is {steps!r}; it must be a whole number, at least 1.")
+    if not math.isfinite(shift) or shift <= 0:
+        raise RequestError(f"The schedule shift is {shift}; it must be a finite number above 0 (1 is linear).")
     stride = -SIGMA_MAX / steps
     linear = [step * stride + SIGMA_MAX for step in range(steps)]  # Python floats are the float64 of the reference
     shifted = [shift * s / (1 + (shift - 1) * s) for s in linear]
