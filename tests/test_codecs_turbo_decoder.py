@@ -170,6 +170,21 @@ def test_four_channels_become_a_square_column_by_column():
     assert unpatchify(x)[0, 0, 0].tolist() == [[0, 2], [1, 3]]
 
 
+def test_a_processor_without_bfloat16_decodes_the_same(monkeypatch):
+    decoder, z = turbo(dtype=torch.bfloat16), activations(1, 48, 3, 2, 3).to(torch.bfloat16)
+    convolved = []
+    for conv in (decoder.conv_in.conv, decoder.up_blocks[0].upsamplers[0].conv):
+        conv.register_forward_hook(lambda *_: convolved.append(1))
+    with torch.inference_mode():
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        expected = decoder(z, True).float()
+        native = len(convolved)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+        got = decoder(z, True).float()
+    assert native == len(convolved) == 1 + 5, "the slow convolution must not run"
+    assert (got - expected).norm() < 0.02 * expected.norm()  # single roundings of bfloat16, at 2^-8, go either way
+
+
 @pytest.mark.parametrize(("first", "frames"), [(True, 4 * 3 - 3), (False, 4 * 3)])
 def test_a_window_of_n_latents_gives_4n_frames_or_three_less(first, frames):
     with torch.inference_mode():

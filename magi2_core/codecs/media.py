@@ -119,11 +119,11 @@ class VideoWriter:
         return self
 
     def _open(self) -> None:
-        # "file:" keeps a colon in a name from being read as a protocol. max_interleave_delta 0: packets are put in
-        # order of time however far the sound is ahead. The timescale makes lengths exact to the sample.
+        # max_interleave_delta 0: packets are put in order of time however far the sound is ahead. The timescale makes
+        # lengths exact to the sample.
         timescale = self.sound.sample_rate if self.sound else 90000
         options = {"movflags": "+faststart", "max_interleave_delta": "0", "movie_timescale": str(timescale)}
-        self._container = self._av.open(f"file:{self._part}", "w", format="mp4", options=options)
+        self._container = self._av.open(str(self._part), "w", format="mp4", options=options)
         self._video = self._container.add_stream("libx264", rate=self.frame_rate, options={"crf": str(self.crf)})
         self._video.width, self._video.height, self._video.pix_fmt = self.width, self.height, "yuv420p"
         if self.sound is not None:
@@ -245,7 +245,7 @@ def read_back(path: str | Path) -> MediaFacts:
     the encoder's priming and the filling of the last packet. Without sound there are 0 samples, rate and channels.
     """
     av = _import_av()
-    try:
+    try:  # "file:" keeps a colon in a name from being read as a protocol
         with av.open(f"file:{path}") as container:
             if not container.streams.video:
                 raise RequestError(f"{path} holds no video.")

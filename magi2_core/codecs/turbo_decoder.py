@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.spec import TensorSpec
 from ..errors import CheckpointError
+from .precision import true_float32
 
 TURBO_PREFIX = "decoder."  # of these names in the checkpoint file (40 §4.2)
 PATCH = 2  # pixels of one patch, both ways
@@ -146,7 +148,15 @@ class Conv3d(nn.Module):
         self.margin = (self.conv.kernel_size[0] - 1) // 2
 
     def forward(self, x_BCTHW: Tensor) -> Tensor:
-        return self.conv(x_BCTHW)
+        if not lacks_bfloat16(x_BCTHW):
+            return self.conv(x_BCTHW)
+        B, C, T, H, W = x_BCTHW.shape
+        out = channels_last(x_BCTHW, B, self.conv.out_channels, T - 2 * self.margin, H, W)
+        # torch gives fp32 convolutions to its fast library only above 20480 values of C * T * H
+        parts = max(1, out.shape[2] // (20480 // (C * H) + 1))
+        for begin, end in pairwise(out.shape[2] * k // parts for k in range(parts + 1)):
+            out[:, :, begin:end] = convolve_in_fp32(self.conv, x_BCTHW[:, :, begin : end + 2 * self.margin])
+        return out
 
     def padded(self, x_BCTHW: Tensor, each: Activation = lambda frame: frame) -> Tensor:
         """`each(frame)` for every frame, with the first and the last repeated as this convolution needs (40 §4.3)."""
@@ -163,6 +173,18 @@ class Conv3d(nn.Module):
 def channels_last(like: Tensor, *shape: int) -> Tensor:
     """An empty activation whose frames are contiguous [H, W, C]: what convolutions on CPU and CUDA work fastest in."""
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last_3d)
+
+
+def lacks_bfloat16(x: Tensor) -> bool:
+    """Whether x is bfloat16 on a processor that convolves it hundreds of times slower than fp32."""
+    on_host = x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    return on_host and "AVX512" not in torch.backends.cpu.get_cpu_capability()
+
+
+def convolve_in_fp32(conv: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
+    """What a bfloat16 convolution means: exact products, an fp32 sum, one rounding."""
+    run = F.conv3d if x.dim() == 5 else F.conv2d
+    return run(x.float(), conv.weight.float(), cast(Tensor, conv.bias).float(), padding=conv.padding).to(x.dtype)
 
 
 def normalise(x: Tensor, eps: float) -> Tensor:
@@ -215,7 +237,8 @@ class Upsample(nn.Module):
         B, C, H, W = frames[0].shape
         out = channels_last(frames[0], B, C, len(frames), 2 * H, 2 * W)
         for t, frame in enumerate(frames):
-            out[:, :, t] = self.conv(F.interpolate(frame, scale_factor=2.0, mode="nearest"))
+            large = F.interpolate(frame, scale_factor=2.0, mode="nearest")
+            out[:, :, t] = convolve_in_fp32(self.conv, large) if lacks_bfloat16(large) else self.conv(large)
         return out
 
 
@@ -278,8 +301,9 @@ class TurboDecoder(nn.Module):
     def forward(self, z_BCThw: Tensor, first: bool) -> Tensor:
         """[B, 48, n, h, w] to [B, 3, frames, 16h, 16w], nominally in [-1, 1], not clamped."""
         x = z_BCThw
-        for step in self.steps(first):
-            x = step.run(x)
+        with true_float32():
+            for step in self.steps(first):
+                x = step.run(x)
         return x
 
     def steps(self, first: bool) -> list[Step]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RequestError
+from .precision import true_float32
 from .turbo_decoder import PATCH, Conv3d, ResBlock, Step, TurboConfig, TurboDecoder, Upsample
 
 Span = tuple[int, int]  # [begin, end) of one axis
@@ -53,7 +54,8 @@ def run_tile(decoder: TurboDecoder, latent_1Cnhw: Tensor, first: bool, tile: Til
     columns = step_spans((tile.left, tile.right), latent_1Cnhw.shape[4], steps)
     x = latent_1Cnhw[..., slice(*rows[0]), slice(*columns[0])]
     for k, step in enumerate(steps):
-        x = step.run(x)
+        with true_float32():
+            x = step.run(x)
         top, left = rows[k][0] * step.scale, columns[k][0] * step.scale  # of what the step made
         (begin, end), (start, stop) = rows[k + 1], columns[k + 1]
         x = x[..., begin - top : end - top, start - left : stop - left]
