@@ -31,10 +31,10 @@ from ..distributed.layout import LayoutError, ModelShape, ParallelLayout, check_
 from ..magi2_core.config import MoeConfig, PreviewConfig
 from ..magi2_core.dit import attention, mlp, model, moe
 from ..magi2_core.dit.inputs import PackedLayout
-from ..magi2_core.dit.linear import true_fp32
 from ..magi2_core.dit.prepare import Prepared, prepare
 from ..magi2_core.dit.rope import rotary_bands
 from ..magi2_core.kernels import experts
+from ..magi2_core.precision import true_fp32
 from ..magi2_core.sampling.packing import BranchShape, pack_layout
 
 RELEASED = PreviewConfig(num_layers=1, mm_layers=(), moe=MoeConfig(moe_layers=(0,)))

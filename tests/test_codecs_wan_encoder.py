@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from magi2_native.magi2_core.codecs.latent_scale import normalise
-from magi2_native.magi2_core.codecs.precision import true_float32
 from magi2_native.magi2_core.codecs.wan_encoder import (
     CausalConv3d,
     WanEncoder,
@@ -17,6 +16,7 @@ from magi2_native.magi2_core.codecs.wan_encoder import (
     wan_encoder_tensors,
 )
 from magi2_native.magi2_core.errors import CheckpointError, RequestError
+from magi2_native.magi2_core.precision import true_fp32
 from magi2_native.tests.codec_networks import seeded, wan
 
 
@@ -108,17 +108,17 @@ def tf32():
 def test_the_encoder_runs_without_tf32_and_puts_the_switch_back():
     encoder, seen = wan(), []
     encoder.conv1.register_forward_hook(
-        lambda *_: seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+        lambda *_: seen.append((torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision))
     )
     encoder(video(1))
-    assert seen == [(False, False)]
+    assert seen == [("ieee", "ieee")]
     assert torch.backends.cudnn.allow_tf32 is True
     assert torch.backends.cuda.matmul.allow_tf32 is True
 
 
 @pytest.mark.usefixtures("tf32")
 def test_the_switch_is_put_back_after_an_error():
-    with pytest.raises(KeyError), true_float32():
+    with pytest.raises(KeyError), true_fp32():
         raise KeyError
     assert torch.backends.cudnn.allow_tf32 is True
 

@@ -8,11 +8,12 @@ import math
 import pytest
 import torch
 from magi2_native.magi2_core.dit.activation import swiglu7, swiglu7_pair
-from magi2_native.magi2_core.dit.linear import grouped_linear, true_fp32
+from magi2_native.magi2_core.dit.linear import grouped_linear
 from magi2_native.magi2_core.dit.norm import rms_norm
 from magi2_native.magi2_core.dit.rope import rotary_bands, rotary_table, rotate
 from magi2_native.magi2_core.dit.runs import Run, block, modality_runs, pieces
 from magi2_native.magi2_core.errors import RequestError
+from magi2_native.magi2_core.precision import true_fp32
 from torch import Tensor
 
 
@@ -167,17 +168,17 @@ def test_a_grouped_linear_in_bf16_rounds_once_with_its_bias() -> None:
 
 
 def test_the_guard_turns_reduced_precision_off_and_back_on() -> None:
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn.conv)
     before = [backend.fp32_precision for backend in backends]
     try:
         torch.set_float32_matmul_precision("medium")
         allowed = [backend.fp32_precision for backend in backends]
-        assert allowed == ["tf32", "bf16"]
+        assert allowed == ["tf32", "bf16", "tf32"]
         inside = []
         with contextlib.suppress(KeyError), true_fp32():
             inside = [backend.fp32_precision for backend in backends]
             raise KeyError  # restored also then
-        assert inside == ["ieee", "ieee"]
+        assert inside == ["ieee"] * 3
         assert [backend.fp32_precision for backend in backends] == allowed
     finally:
         torch.set_float32_matmul_precision("highest")

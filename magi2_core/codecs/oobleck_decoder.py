@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..checkpoint.spec import TensorSpec
 from ..errors import CheckpointError
 from ..events import Events
-from .precision import true_float32
+from ..precision import true_fp32
 
 OOBLECK_PREFIX = "pretransform.model.decoder."  # of these names in the checkpoint file (40 §5.1)
 DILATIONS = (1, 3, 9)
@@ -203,7 +203,7 @@ class OobleckDecoder(nn.Module):
     def forward(self, z_BCL: Tensor, events: Events | None = None) -> Tensor:
         """`events.check` is called before each layer."""
         x = z_BCL
-        with true_float32():
+        with true_fp32():
             for layer in self.layers:
                 if events is not None:
                     events.check()

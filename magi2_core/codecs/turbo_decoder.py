@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.spec import TensorSpec
 from ..errors import CheckpointError
-from .precision import true_float32
+from ..precision import true_fp32
 
 TURBO_PREFIX = "decoder."  # of these names in the checkpoint file (40 §4.2)
 PATCH = 2  # pixels of one patch, both ways
@@ -301,7 +301,7 @@ class TurboDecoder(nn.Module):
     def forward(self, z_BCThw: Tensor, first: bool) -> Tensor:
         """[B, 48, n, h, w] to [B, 3, frames, 16h, 16w], nominally in [-1, 1], not clamped."""
         x = z_BCThw
-        with true_float32():
+        with true_fp32():
             for step in self.steps(first):
                 x = step.run(x)
         return x

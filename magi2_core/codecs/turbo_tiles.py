@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RequestError
-from .precision import true_float32
+from ..precision import true_fp32
 from .turbo_decoder import PATCH, Conv3d, ResBlock, Step, TurboConfig, TurboDecoder, Upsample
 
 Span = tuple[int, int]  # [begin, end) of one axis
@@ -54,7 +54,7 @@ def run_tile(decoder: TurboDecoder, latent_1Cnhw: Tensor, first: bool, tile: Til
     columns = step_spans((tile.left, tile.right), latent_1Cnhw.shape[4], steps)
     x = latent_1Cnhw[..., slice(*rows[0]), slice(*columns[0])]
     for k, step in enumerate(steps):
-        with true_float32():
+        with true_fp32():
             x = step.run(x)
         top, left = rows[k][0] * step.scale, columns[k][0] * step.scale  # of what the step made
         (begin, end), (start, stop) = rows[k + 1], columns[k + 1]

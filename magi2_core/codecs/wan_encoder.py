@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.spec import TensorSpec
 from ..errors import CheckpointError, RequestError
+from ..precision import true_fp32
 from .latent_scale import normalise
-from .precision import true_float32
 
 PATCH = 2  # pixels of one patch, both ways (40 §3.2)
 
@@ -194,7 +194,7 @@ class WanEncoder(nn.Module):
         T = x_B3THW.shape[2]
         if T > 1 and self.one_frame:
             raise RequestError(f"The picture encoder keeps only the weights for one frame, but was given {T} frames.")
-        with true_float32():
+        with true_fp32():
             patches = patchify(x_B3THW[:, :, : 1 + (T - 1) // 4 * 4])
             return self.conv1(self.encoder(patches))[:, : self.config.z_dim]
 

@@ -17,10 +17,10 @@ from ...distributed.layout import RankShare
 from ..config import PreviewConfig
 from ..errors import RequestError
 from ..events import Events
+from ..precision import true_fp32
 from .adapters import PostAdapter, PreAdapter
 from .attention import Attention
 from .inputs import PackedLayout, PackedTokens
-from .linear import true_fp32
 from .mhc import Mix, branch_input, coefficients, update_streams_
 from .mlp import DenseMlp, MoeMlp
 from .norm import rms_norm
@@ -62,8 +62,9 @@ class Layer(nn.Module):
         phi_WG = getattr(self, f"mhc_phi_fused_{branch}")
         logits_SG = torch.empty((streams_SW.shape[0], phi_WG.shape[1]), device=streams_SW.device)
         for piece in prepared.pieces(self.mhc_norm.blocks):
-            normed_RW = rms_norm(streams_SW[piece.rows], self.mhc_norm.of(piece.modality), dtype=torch.float32)
-            logits_SG[piece.rows] = normed_RW @ phi_WG
+            norm_W = self.mhc_norm.of(piece.modality)
+            # No name for the normed rows: they would live on while the next piece is normed.
+            logits_SG[piece.rows] = rms_norm(streams_SW[piece.rows], norm_W, dtype=torch.float32) @ phi_WG
         alphas = [getattr(self, f"mhc_alpha_{kind}_{branch}") for kind in ("pre", "post", "res")]
         biases = [getattr(self, f"mhc_bias_{kind}_{branch}") for kind in ("pre", "post", "res")]
         mix = coefficients(logits_SG, alphas, biases, streams_SW.shape[1] ** -0.5, streams_SW.dtype)

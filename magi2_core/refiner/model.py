@@ -12,10 +12,10 @@ from ...distributed.layout import BankShare, ParallelLayout, RankShare
 from ..config import RefinerConfig
 from ..dit.adapters import PostAdapter, PreAdapter
 from ..dit.inputs import PackedTokens
-from ..dit.linear import true_fp32
 from ..dit.weights import Tensors
 from ..errors import RequestError
 from ..events import Events
+from ..precision import true_fp32
 from .blocks import Axes, WindowSettings
 from .layer import Layer
 from .parameters import refiner_tensors
