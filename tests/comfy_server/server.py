@@ -126,7 +126,10 @@ class Server:
 
 def _is_worker(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "multiprocessing" in " ".join(process.cmdline())
+        command = " ".join(process.cmdline())
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        # Python's own helper that cleans up shared memory stays with the server
+        return alive and "multiprocessing" in command and "resource_tracker" not in command
     except psutil.Error:
         return False
 
