@@ -89,7 +89,7 @@ def test_the_released_decoder_needs_a_margin_of_fifteen_latents():
         ((8, 16, 16, 32), (2, 2, 2, 3, 3), 12, torch.bfloat16),
         ((8, 16, 16, 32), (2, 2, 2, 3, 3), 5, torch.bfloat16),
         ((8, 16, 16, 32), (2, 2, 2, 3, 3), 12, torch.float32),
-        ((8, 8, 8, 8), (0, 0, 0, 0, 0), 12, torch.bfloat16),  # the most is held in an enlargement
+        ((8, 8, 8, 8), (0, 0, 0, 0, 0), 12, torch.bfloat16),  # the most is held right after an enlargement
         ((1, 1, 1, 1), (0, 0, 0, 0, 0), 12, torch.bfloat16),  # the most is held at the end
     ],
 )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoint.spec import TensorSpec
+from ..checkpoint.spec import TensorSpec, table_of
 from ..errors import CheckpointError
 from ..events import Events
 from ..precision import true_fp32
@@ -213,6 +213,4 @@ class OobleckDecoder(nn.Module):
 
 def oobleck_decoder_tensors(config: OobleckConfig) -> dict[str, TensorSpec]:
     """Name (without OOBLECK_PREFIX), shape and dtype of the decoder's 182 tensors, before folding (40 §5.1)."""
-    with torch.device("meta"):
-        state = OobleckDecoder(config).state_dict()
-    return {name: TensorSpec(tuple(tensor.shape), torch.float32) for name, tensor in state.items()}
+    return table_of(lambda: OobleckDecoder(config), torch.float32)

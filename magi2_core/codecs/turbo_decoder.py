@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoint.spec import TensorSpec
+from ..checkpoint.spec import TensorSpec, table_of
 from ..errors import CheckpointError
 from ..precision import true_fp32
 
@@ -329,6 +329,4 @@ def unpatchify(x_BCTHW: Tensor) -> Tensor:
 
 def turbo_decoder_tensors(config: TurboConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, TensorSpec]:
     """Name (without TURBO_PREFIX), shape and dtype in the model of the decoder's 80 tensors (40 §4.2)."""
-    with torch.device("meta"):
-        state = TurboDecoder(config).state_dict()
-    return {name: TensorSpec(tuple(tensor.shape), dtype) for name, tensor in state.items()}
+    return table_of(lambda: TurboDecoder(config), dtype)

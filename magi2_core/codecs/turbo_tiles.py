@@ -133,10 +133,8 @@ def _step_bytes(module: nn.Module, T: int, area: int, itemsize: int) -> tuple[in
             live = max(live, made + _conv_bytes(cin, T, made, area, value))
         return live, made
     if isinstance(module, Upsample):
-        C = module.conv.in_channels
-        halves = 2 * C * T * value if module.time_conv is not None else 0
-        made = 4 * max(C * T * value, halves)
-        return max(C * (T + 2) * value + halves, halves + made + 2 * C * 4 * value), made
+        made = 4 * (2 if module.time_conv is not None else 1) * module.conv.in_channels * T * value
+        return made, made  # what else it holds is less than the next step's padded copy of what it made
     if isinstance(module, Conv3d):
         made = module.conv.out_channels * T * value
         return _conv_bytes(module.conv.in_channels, T + 2, made, area, value), made

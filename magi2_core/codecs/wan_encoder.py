@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoint.spec import TensorSpec
+from ..checkpoint.spec import TensorSpec, table_of
 from ..errors import CheckpointError, RequestError
 from ..precision import true_fp32
 from .latent_scale import normalise
@@ -214,6 +214,4 @@ def encode_picture(encoder: WanEncoder, pixels_131HW: Tensor) -> Tensor:
 
 def wan_encoder_tensors(config: WanEncoderConfig) -> dict[str, TensorSpec]:
     """Name, shape and dtype of every tensor of the encoder: 86 of the 196 of the released file (40 §0)."""
-    with torch.device("meta"):
-        state = WanEncoder(config).state_dict()
-    return {name: TensorSpec(tuple(tensor.shape), torch.float32) for name, tensor in state.items()}
+    return table_of(lambda: WanEncoder(config), torch.float32)
