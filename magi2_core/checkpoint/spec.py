@@ -6,10 +6,12 @@ module's shapes, the strict loader, `inspect`, the miniature writer and the memo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
+from torch import nn
 
 
 class Shard(Enum):
@@ -36,3 +38,10 @@ class TensorSpec:
     shard: Shard = Shard.NONE
     blocks: int = 1
     parts: tuple[int, ...] = ()
+
+
+def table_of(build: Callable[[], nn.Module], dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """The table of a network that every rank holds whole and in one dtype, read off its module."""
+    with torch.device("meta"):
+        state = build().state_dict()
+    return {name: TensorSpec(tuple(tensor.shape), dtype) for name, tensor in state.items()}

@@ -327,6 +327,6 @@ def unpatchify(x_BCTHW: Tensor) -> Tensor:
     return x.permute(0, 1, 4, 5, 3, 6, 2).reshape(B, C // PATCH**2, T, PATCH * H, PATCH * W)
 
 
-def turbo_decoder_tensors(config: TurboConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, TensorSpec]:
+def turbo_decoder_tensors(config: TurboConfig) -> dict[str, TensorSpec]:
     """Name (without TURBO_PREFIX), shape and dtype in the model of the decoder's 80 tensors (40 §4.2)."""
-    return table_of(lambda: TurboDecoder(config), dtype)
+    return table_of(lambda: TurboDecoder(config), torch.bfloat16)
