@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from magi2_native.magi2_core.codecs.media import read_back
@@ -48,11 +49,16 @@ def drop(page: Page, template: str) -> None:
     page.wait("(count) => window.app.graph._nodes.length === count", len(json.loads(text)["nodes"]))
 
 
+def what_runs(prompt: dict[str, Any]) -> dict[str, Any]:
+    """A prompt without titles; the newer page adds the pack's name and version to them."""
+    return {node_id: (node["class_type"], node["inputs"]) for node_id, node in prompt.items()}
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_dropped_template_becomes_the_prompt_of_its_api_twin(page: Page, template: str) -> None:
     drop(page, template)
     twin = json.loads((PACK / "workflows" / "api" / f"{template}.json").read_text(encoding="utf-8"))
-    assert page.prompt() == twin
+    assert what_runs(page.prompt()) == what_runs(twin)
     missing = page.run("() => window.app.graph._nodes.filter((node) => node.has_errors).map((node) => node.type)")
     assert missing == []
 
