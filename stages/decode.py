@@ -13,7 +13,7 @@ from ..magi2_core.codecs.frames import resize
 from ..magi2_core.codecs.media import DEFAULT_CRF
 from ..magi2_core.errors import RequestError
 from ..magi2_core.events import Events
-from ..magi2_core.sampling.geometry import SPATIAL_STRIDE, decoded_frames
+from ..magi2_core.sampling.geometry import PREVIEW_FPS, SPATIAL_STRIDE, decoded_frames
 from .checkpoint import check_choice
 from .folders import Folders
 from .manager import manager
@@ -48,7 +48,7 @@ def decode(
     check_choice("make_frames", make_frames, MAKE_FRAMES)
     check_output_size(output_width, output_height)
     video, audio = latent["video"], latent["audio"]
-    fps = Fraction(latent["meta"].get("fps", "25/2"))
+    fps = Fraction(latent["meta"].get("fps", PREVIEW_FPS))
     if parts != "sound only" and not torch.isfinite(video).all():
         raise RequestError("The video latent holds NaN or infinite values, so there is nothing to decode.")
     waveform, rate = _decode_sound(model, audio, events) if parts != "video only" else (None, SAMPLE_RATE)

@@ -10,13 +10,12 @@ import torch
 from ..magi2_core.errors import RequestError
 from ..magi2_core.events import Events
 from ..magi2_core.refiner.stage import RefinerSettings
-from ..magi2_core.sampling.geometry import SPATIAL_STRIDE, orient, tier
+from ..magi2_core.sampling.geometry import REFINED_FPS, SPATIAL_STRIDE, orient, tier
 from ..magi2_core.sampling.noise import NOISE_DEVICES, check_seed
 from .manager import manager
 from .sample import MOST_STEPS
 from .values import ClipLatent, Conditioning, Model
 
-REFINED_FPS = "25"
 LARGEST_SIDE = 4096
 CLIPS_OWN = -1
 
@@ -100,5 +99,5 @@ def refine(
         },
         events,
     )
-    meta = {**meta, "width": size[0], "height": size[1], "fps": REFINED_FPS, "refined": request}
+    meta = {**meta, "width": size[0], "height": size[1], "fps": str(REFINED_FPS), "refined": request}
     return {"video": refined["video"].contiguous(), "audio": audio, "meta": meta}

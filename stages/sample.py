@@ -121,13 +121,6 @@ def sample(
         "prompt": conditioning["prompt"],
         "negative_prompt": conditioning["negative_prompt"],
         "pictures": len(pictures),
-        "fps": str(fps_fraction(PREVIEW_FPS)),
+        "fps": str(PREVIEW_FPS),
     }
     return {"video": latent["video"].contiguous(), "audio": latent["audio"].contiguous(), "meta": meta}
-
-
-def fps_fraction(fps: float) -> Any:
-    """A frame rate as the exact fraction that a video file stores: 12.5 is 25/2."""
-    from fractions import Fraction
-
-    return Fraction(fps).limit_denominator(1001)

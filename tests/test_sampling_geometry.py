@@ -36,12 +36,6 @@ def test_a_clip_without_latents_is_refused(seconds: float) -> None:
         geometry.clip_lengths(seconds)
 
 
-def test_other_lengths_than_ten_seconds_are_refused_by_name() -> None:
-    geometry.check_seconds(10)
-    with pytest.raises(RequestError, match="exactly 10 seconds"):
-        geometry.check_seconds(5.0)
-
-
 @pytest.mark.parametrize(("size", "nearest"), [((450, 256), "448x256"), ((448, 260), "448x256"), ((16, 256), "32x256")])
 def test_a_size_between_the_steps_is_refused_with_the_nearest_one(size: tuple[int, int], nearest: str) -> None:
     with pytest.raises(RequestError, match=nearest):

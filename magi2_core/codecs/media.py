@@ -18,8 +18,6 @@ from torch import Tensor
 from ..errors import Magi2Error, MissingDependencyError, RequestError
 from ..events import Events
 
-PREVIEW_RATE = Fraction(25, 2)
-REFINED_RATE = Fraction(25)
 DEFAULT_CRF = 10  # what the reference's writer uses (40 §7)
 LAYOUTS = {1: "mono", 2: "stereo"}
 
@@ -82,7 +80,7 @@ def _temporary_name(target: Path) -> Path:
 class VideoWriter:
     """Writes an mp4 frame block by frame block; the file appears under its name only when it is finished.
 
-        with VideoWriter(path, 448, 256, PREVIEW_RATE, sound) as writer:
+        with VideoWriter(path, 448, 256, PREVIEW_FPS, sound) as writer:
             for block in blocks:
                 writer.write(block)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import RequestError
+from ..sampling.geometry import SECONDS
 from .captions import (
     Aesthetics,
     AliveSubjectStatic,
@@ -33,7 +34,6 @@ from .captions import (
 )
 from .markdown import render_markdown
 
-SECONDS = 10.0
 ASPECT_RATIO = "16:9"
 Form = Literal["compact", "markdown"]
 

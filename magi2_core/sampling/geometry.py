@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from ..errors import RequestError
 
 SPATIAL_STRIDE = 16  # pixels of one latent, both ways
 REFERENCE_STRIDE = 32  # the reference picture's sides are multiples of this
 SECONDS = 10.0  # the only length the model knows
-PREVIEW_FPS = 12.5
+PREVIEW_FPS = Fraction(25, 2)
+REFINED_FPS = Fraction(25)
 AUDIO_LATENT_FPS = 25.0
 DECODER_TEMPORAL_STRIDE = 4
 
@@ -57,12 +59,6 @@ def check_size(width: int, height: int) -> None:
             f"The size is {width}x{height}, but both sides must be multiples of {SPATIAL_STRIDE} and at least"
             f" {2 * SPATIAL_STRIDE}; the nearest smaller one is {real[0]}x{real[1]}."
         )
-
-
-def check_seconds(seconds: float) -> None:
-    """Raise RequestError for any length but ten seconds, the only one the model was made for (20 §1.2)."""
-    if seconds != SECONDS:
-        raise RequestError(f"The length is {seconds} seconds; the model makes clips of exactly {SECONDS:g} seconds.")
 
 
 def clip_lengths(seconds: float = SECONDS) -> tuple[int, int]:
