@@ -41,6 +41,7 @@ from .worker import (
     LineForwarder,
     RankEvents,
     describe_error,
+    give_back_free_memory,
     introduce,
     make_engine,
     measure_memory,
@@ -74,6 +75,7 @@ class HostRank:
             answer = self._begin(message)
         else:
             answer = self._leave()
+        give_back_free_memory()
         return self.mail.gather({**answer, "rank": self.mail.rank, "memory": measure_memory(self.device)})
 
     def _begin(self, hello: Message) -> Message:

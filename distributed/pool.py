@@ -171,8 +171,6 @@ class Pool:
             self._end(error)
 
     def _step(self) -> None:
-        self._drop_cancelled()
-        self._dispatch()
         files = [file for replica in self._replicas for file in replica.files()]
         ready = wait([self._woken, *files], POLL_SECONDS)
         if self._woken in ready:
@@ -180,6 +178,8 @@ class Pool:
         for replica in self._replicas:
             replica.receive(ready)
             replica.advance()
+        self._drop_cancelled()
+        self._dispatch()
 
     def _drop_cancelled(self) -> None:
         with self._lock:

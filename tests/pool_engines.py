@@ -118,8 +118,8 @@ class PoolEngine:
         self.meet()
         return {}
 
-    def die(self, events: Events, how: str, rank: int) -> dict[str, Any]:
-        """End one rank by a signal, an exit or a segmentation fault, while the others wait in a collective."""
+    def die(self, events: Events, how: str, rank: int, seconds: float = 0.0) -> dict[str, Any]:
+        """End one rank by a signal, an exit or a segmentation fault, while the others are busy or wait for it."""
         logging.getLogger("magi2").info("about to die by %s", how)
         if rank == self.rank:
             if how == "exit":
@@ -127,6 +127,7 @@ class PoolEngine:
             if how == "segfault":
                 ctypes.string_at(0)
             os.kill(os.getpid(), getattr(signal, how))
+        time.sleep(seconds)
         self.meet()
         return {}
 

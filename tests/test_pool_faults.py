@@ -76,6 +76,11 @@ def test_a_rank_that_dies_is_named_with_the_cause_and_its_last_lines(
     assert pool.submit("walk", arguments).result() == result
 
 
+def test_a_death_is_noticed_while_the_other_ranks_know_nothing_of_it(pool: Pool) -> None:
+    error = failure(pool, "die", {"how": "SIGKILL", "rank": 1, "seconds": 30})
+    assert error.rank == 1
+
+
 def test_a_rank_that_raises_releases_the_others_at_once(pool: Pool) -> None:
     error = failure(pool, "fail", {"text": "the disk is gone", "rank": 1})
     assert (error.rank, error.error_type, error.message) == (1, "ValueError", "the disk is gone")

@@ -28,6 +28,7 @@ from magi2_native.distributed.pool import (
     TransportError,
 )  # fmt: skip
 from magi2_native.distributed.transport import Packed
+from magi2_native.distributed.worker import resident_bytes
 
 ENGINE = "magi2_native.tests.pool_engines:make_engine"
 # What another launcher and ComfyUI leave in the environment (60 §6.4).
@@ -216,6 +217,21 @@ def test_what_poll_raises_cancels_the_job_and_passes_on_unchanged(pool: Pool, ki
 
 
 @pytest.mark.usefixtures("same_workers")
+def test_what_poll_raises_while_events_are_iterated_cancels_the_job_too(pool: Pool) -> None:
+    calls: list[int] = []
+
+    def poll() -> None:
+        calls.append(1)
+        if len(calls) > 3:
+            raise Interrupted
+
+    job = pool.submit("walk", {"steps": 100_000, "seconds": 0.05})
+    with pytest.raises(Interrupted):
+        list(job.events(poll))
+    assert job.done
+
+
+@pytest.mark.usefixtures("same_workers")
 def test_what_on_event_raises_cancels_the_job_and_passes_on(pool: Pool) -> None:
     def show(event: Event) -> None:
         raise Interrupted
@@ -249,6 +265,16 @@ def test_ctrl_c_stops_the_job_and_not_the_workers(pool: Pool) -> None:
         job.result()
     timer.join()
     assert job.done
+
+
+@pytest.mark.usefixtures("same_workers")
+def test_workers_do_not_hear_ctrl_c(pool: Pool) -> None:
+    """A terminal sends it to every process of the group; only the client may act on it."""
+    job = pool.submit("walk", {"steps": 20, "seconds": 0.02})
+    next(event for event in job.events() if isinstance(event, Progress))
+    for pid in pids(pool):
+        os.kill(pid, signal.SIGINT)
+    assert job.result()["total"] == 20 * 21 // 2 * 10 * 2
 
 
 @pytest.mark.usefixtures("same_workers")
@@ -384,6 +410,24 @@ def test_memory_kept_by_a_stage_is_seen_and_seen_to_go(pool: Pool) -> None:
     assert resident() - before > 280e6
     pool.submit("keep", {"megabytes": 0}).result()
     assert resident() - before < 20e6
+
+
+def test_memory_is_flat_over_equal_runs_and_alternating_sizes(pool: Pool) -> None:
+    """80 §14: ten equal runs, then two sizes by turns."""
+
+    def resident(count: int) -> int:
+        frames = pool.submit("frames", {"count": count, "height": 256, "width": 448}).result()["frames"]
+        assert frames.shape[0] == count
+        pool.submit("echo").result()  # its report comes after the frames are free
+        memory = [rank["memory"]["resident"] for rank in pool.status()["replicas"][0]["ranks"]]
+        return max(memory) + resident_bytes()
+
+    def growth(counts: list[int]) -> int:
+        sizes = [resident(count) for count in counts]
+        return max(sizes[2:]) - max(sizes[:2])
+
+    assert growth([60] * 10) < 8e6
+    assert growth([60, 20] * 5) < 8e6
 
 
 def test_status_is_plain(pool: Pool) -> None:
