@@ -50,7 +50,7 @@ def small_prompt(template: str = "text_to_clip", *, steps: int = 2, seed: int = 
         made[node_of(made, "Magi2EncodePrompt")]["inputs"]["prompt"] = prompt
     for node in made.values():
         # a run to the end, without a language model and without 1920x1080 pixels
-        node["inputs"] |= {name: value for name, value in SMALL.get(node["class_type"], {}).items()}
+        node["inputs"] |= SMALL.get(node["class_type"], {})
     return made
 
 
