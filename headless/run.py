@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..magi2_core.errors import RequestError
+from ..magi2_core.errors import RequestError, check_choice
 from ..magi2_core.events import Events
 from ..stages.caption import Captioned, make_caption
-from ..stages.checkpoint import check_choice, load_checkpoint
+from ..stages.checkpoint import load_checkpoint
 from ..stages.decode import decode
 from ..stages.enhance import enhance_prompt
 from ..stages.folders import Folders

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class Magi2Error(Exception):
     """Something the user can act on; its text is shown as it is."""
@@ -21,3 +23,9 @@ class MissingDependencyError(Magi2Error, ImportError):
 
 class NonFiniteError(Magi2Error, ArithmeticError):
     """A latent became NaN or infinite; the message says at which step."""
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """RequestError that lists the choices if `value` is none of them."""
+    if value not in (choices := tuple(choices)):
+        raise RequestError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")

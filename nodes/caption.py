@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..magi2_core.errors import check_choice
 from ..stages.caption import FORMS, check_caption, make_caption
-from ..stages.checkpoint import check_choice
 from .checks import first_sentence, sentence_of
 from .comfy import ModelType, advanced, io, missing_output, schema, show_text, ui
 

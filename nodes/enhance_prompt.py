@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..stages.checkpoint import check_choice
+from ..magi2_core.errors import check_choice
 from ..stages.enhance import (
     MOST_VARIATIONS,
     ON_FAILURE,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..magi2_core.errors import RequestError
-from ..magi2_core.memory.plan import RESIDENCIES
-from ..stages.checkpoint import DTYPES, check_choice, checkpoint_identity, load_checkpoint, parse_devices
+from ..magi2_core.errors import RequestError, check_choice
+from ..magi2_core.memory.plan import DTYPES, RESIDENCIES
+from ..stages.checkpoint import checkpoint_identity, load_checkpoint, parse_devices
 from ..stages.folders import resolve_checkpoint
 from .checks import first_sentence, sentence_of
 from .comfy import ModelType, advanced, checkpoints, folders, io, schema, show_text, ui

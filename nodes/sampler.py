@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..magi2_core.errors import check_choice
 from ..magi2_core.sampling.geometry import ORIENTATIONS
 from ..magi2_core.sampling.noise import check_seed
-from ..stages.checkpoint import check_choice
 from ..stages.sample import MOST_STEPS, RESOLUTIONS, sample, sampling_settings
 from ..stages.values import Conditioning, Model, SamplerOptions
 from .checks import first_sentence, sentence_of

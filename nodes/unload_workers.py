@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..stages.checkpoint import check_choice
+from ..magi2_core.errors import check_choice
 from ..stages.manager import manager
 from .checks import sentence_of
 from .comfy import io, schema, ui

@@ -13,8 +13,7 @@ from ..magi2_core.conditioning.compact import normalise
 from ..magi2_core.conditioning.markers import insert_marker
 from ..magi2_core.conditioning.prompt import check_text, prepare_prompt
 from ..magi2_core.conditioning.tokenizer import TOKEN_LIMIT, PromptTokenizer
-from ..magi2_core.errors import CheckpointError, MissingDependencyError, RequestError
-from .checkpoint import check_choice
+from ..magi2_core.errors import CheckpointError, MissingDependencyError, RequestError, check_choice
 from .values import Model
 
 if TYPE_CHECKING:

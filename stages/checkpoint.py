@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..magi2_core.errors import RequestError
-from ..magi2_core.memory.plan import RESIDENCIES, make_plan
+from ..magi2_core.memory.plan import make_plan
 from .folders import Folders, resolve_checkpoint
 from .values import Model
 
-DTYPES = ("bfloat16", "float32")
 DEVICES_VARIABLE = "MAGI2_DEVICES"
 
 
@@ -31,8 +29,6 @@ def load_checkpoint(
     Raises RequestError, LayoutError or CheckpointError with a sentence, also when the plan does not fit into the
     memory that is there, unless `start_anyway` is on.
     """
-    check_choice("dtype", dtype, DTYPES)
-    check_choice("residency", residency, RESIDENCIES)
     root = resolve_checkpoint(checkpoint, folders)
     plan = make_plan(root, layout=layout.strip(), devices=parse_devices(devices), dtype=dtype, residency=residency)
     if plan.shortage and not start_anyway:
@@ -77,9 +73,3 @@ def checkpoint_identity(root: Path) -> tuple[tuple[str, int, int], ...]:
             continue
         found.append((file.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
     return tuple(found)
-
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """RequestError that lists the choices: ComfyUI 0.3.64 does not check them itself (60 §2)."""
-    if value not in choices:
-        raise RequestError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")

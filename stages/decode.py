@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ..magi2_core.codecs.frames import resize
 from ..magi2_core.codecs.media import DEFAULT_CRF
-from ..magi2_core.errors import RequestError
+from ..magi2_core.errors import RequestError, check_choice
 from ..magi2_core.events import Events
 from ..magi2_core.sampling.geometry import PREVIEW_FPS, SPATIAL_STRIDE, decoded_frames
-from .checkpoint import check_choice
 from .folders import Folders
 from .manager import manager
 from .values import ClipLatent, DecodedClip, Model

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..magi2_core.conditioning.endpoint import SETTINGS_FILE, VARIABLES, Endpoint, find_endpoint
-from ..magi2_core.errors import MissingDependencyError, RequestError
+from ..magi2_core.errors import MissingDependencyError, RequestError, check_choice
 from ..magi2_core.events import Events
-from .checkpoint import check_choice
 from .folders import Folders
 from .prompt import check_prompt
 

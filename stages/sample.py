@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..magi2_core.errors import RequestError
+from ..magi2_core.errors import RequestError, check_choice
 from ..magi2_core.events import Events
 from ..magi2_core.sampling.denoise import SamplingSettings
 from ..magi2_core.sampling.geometry import (
@@ -19,7 +19,6 @@ from ..magi2_core.sampling.geometry import (
 )
 from ..magi2_core.sampling.guidance import GuidanceSettings
 from ..magi2_core.sampling.noise import NOISE_DEVICES, check_seed
-from .checkpoint import check_choice
 from .manager import manager
 from .values import ClipLatent, Conditioning, Model, SamplerOptions
 

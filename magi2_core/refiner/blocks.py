@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise, product
 import torch
 from torch import Tensor
 
-from ..errors import RequestError
+from ..errors import RequestError, check_choice
 
 Axes = tuple[int, int, int]
 Range = tuple[int, int]
@@ -36,8 +36,7 @@ class WindowSettings:
     frame_receptive_field: int = -1
 
     def __post_init__(self) -> None:
-        if self.mode not in ("grid", "scan", "frame"):
-            raise RequestError(f"The window mode is {self.mode!r}; it must be grid, scan or frame.")
+        check_choice("The window mode", self.mode, ("grid", "scan", "frame"))
         if min(self.block) < 1 or min(self.radius) < 0 or self.win_size < 1:
             raise RequestError(
                 f"The window has blocks of {self.block}, a radius of {self.radius} and a size of {self.win_size};"

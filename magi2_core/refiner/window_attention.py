@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import MissingDependencyError, RequestError
+from ..errors import MissingDependencyError, check_choice
 from .blocks import BlockPlan
 
 BACKENDS = ("auto", "mask", "gather", "flex")
@@ -59,8 +59,7 @@ class WindowPlan:
 
 def plan_windows(blocks: BlockPlan, device: torch.device, backend: str = "auto") -> WindowPlan:
     """Choose the backend and make its indices. RequestError for an unknown backend, MissingDependencyError for flex."""
-    if backend not in BACKENDS:
-        raise RequestError(f"The window attention backend is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
+    check_choice("The window attention backend", backend, BACKENDS)
     if backend == "auto":
         backend = "mask" if blocks.tokens <= _SMALL else "gather"
     if backend == "mask":

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..errors import RequestError
+from ..errors import RequestError, check_choice
 
 SPATIAL_STRIDE = 16  # pixels of one latent, both ways
 REFERENCE_STRIDE = 32  # the reference picture's sides are multiples of this
@@ -35,15 +35,13 @@ ORIENTATIONS = ("landscape", "portrait")
 
 def tier(resolution: str) -> Tier:
     """The tier of a resolution name; RequestError names the known ones (20 §1.1)."""
-    if resolution not in TIERS:
-        raise RequestError(f"The resolution is {resolution!r}; it must be one of {', '.join(TIERS)}.")
+    check_choice("The resolution", resolution, TIERS)
     return TIERS[resolution]
 
 
 def orient(long_short: tuple[int, int], orientation: str) -> tuple[int, int]:
     """(width, height) of a (long, short) size in an orientation (20 §1.1)."""
-    if orientation not in ORIENTATIONS:
-        raise RequestError(f"The orientation is {orientation!r}; it must be one of {', '.join(ORIENTATIONS)}.")
+    check_choice("The orientation", orientation, ORIENTATIONS)
     long, short = long_short
     return (long, short) if orientation == "landscape" else (short, long)
 
