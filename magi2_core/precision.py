@@ -18,6 +18,7 @@ def true_fp32() -> Iterator[None]:
     the time of one forward and turned back, also after an exception.
     """
     backends: Any = torch.backends
+    value: Any
     places, name, value = [backends.cuda.matmul, backends.cudnn], "allow_tf32", False
     if hasattr(backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and later
         places = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from magi2_native.magi2_core.codecs.oobleck_decoder import OobleckConfig, OobleckDecoder
 from magi2_native.magi2_core.codecs.turbo_decoder import TurboConfig, TurboDecoder
+from magi2_native.magi2_core.codecs.turbo_tiles import Tile
+from magi2_native.magi2_core.codecs.turbo_windows import Convert, decode_window, plan_windows
 from magi2_native.magi2_core.codecs.wan_encoder import WanEncoder, WanEncoderConfig
-from torch import nn
+from torch import Tensor, nn
 
 RELEASED_TURBO = {
     "in_channels": 3, "out_channels": 3, "latent_channels": 48, "decoder_block_out_channels": [64, 128, 256, 512],
@@ -38,3 +42,10 @@ def wan(dim: int = 4) -> WanEncoder:
 
 def oobleck(channels: int = 2) -> OobleckDecoder:
     return seeded(OobleckDecoder(OobleckConfig(channels=channels)))
+
+
+def decode(decoder: TurboDecoder, z: Tensor, convert: Convert, tiles: Sequence[Tile] | None = None) -> Tensor:
+    """A whole clip, window by window."""
+    windows = plan_windows(z.shape[2], decoder.config)
+    with torch.inference_mode():
+        return torch.cat([decode_window(decoder, z, window, convert, tiles) for window in windows])

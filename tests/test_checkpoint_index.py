@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from magi2_native.magi2_core.checkpoint.index import INDEX_NAME, Entry, compare, open_folder, read_header, scan_folder
-from magi2_native.magi2_core.checkpoint.problem import BadFileError, Problem
+from magi2_native.magi2_core.checkpoint.index import INDEX_NAME, Entry, compare, read_header, scan_folder
+from magi2_native.magi2_core.checkpoint.problem import BadFileError, Problem, refuse
 from magi2_native.magi2_core.checkpoint.spec import TensorSpec
 from magi2_native.magi2_core.errors import CheckpointError
 from safetensors.torch import save_file
@@ -111,7 +111,7 @@ def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path: Path, hea
 
 def test_an_index_joins_its_shards(tmp_path: Path):
     folder = sharded(tmp_path, one={"a": torch.ones(2)}, two={"b": torch.ones(3), "c": torch.ones(1)})
-    assert {key: entry.file.name for key, entry in open_folder(folder).items()} == {
+    assert {key: entry.file.name for key, entry in scan_folder(folder).entries.items()} == {
         "a": "one.safetensors",
         "b": "two.safetensors",
         "c": "two.safetensors",
@@ -120,7 +120,7 @@ def test_an_index_joins_its_shards(tmp_path: Path):
 
 def test_the_index_wins_over_a_single_file(tmp_path: Path):
     save_file({"old": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert set(open_folder(sharded(tmp_path, one={"new": torch.ones(1)}))) == {"new"}
+    assert set(scan_folder(sharded(tmp_path, one={"new": torch.ones(1)})).entries) == {"new"}
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path):
@@ -129,7 +129,7 @@ def test_a_folder_without_weights_is_named(tmp_path: Path):
     with pytest.raises(
         CheckpointError, match=r"absent: expected model\.safetensors\.index\.json or model\.safetensors"
     ):
-        open_folder(tmp_path / "absent")
+        refuse(scan_folder(tmp_path / "absent").problems, "It")
 
 
 def test_a_missing_shard_is_one_problem_and_its_keys_are_not_reported_again(tmp_path: Path):
@@ -155,7 +155,7 @@ def test_a_key_that_only_the_shard_has_is_a_warning(tmp_path: Path):
     (folder / INDEX_NAME).write_text(json.dumps(content))
     problem = only_problem(folder)
     assert (problem.key, problem.warning) == ("b", True)
-    assert set(open_folder(folder)) == {"a"}
+    assert set(scan_folder(folder).entries) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_shard_in_a_sub_folder_and_a_linked_shard_are_read(tmp_path: Path):
     (folder / "one.safetensors").rename(elsewhere / "blob")
     (folder / "sub" / "one.safetensors").symlink_to(elsewhere / "blob")
     rewrite_map(folder, a="sub/one.safetensors")
-    assert set(open_folder(folder)) == {"a"}
+    assert set(scan_folder(folder).entries) == {"a"}
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}'])
@@ -206,7 +206,7 @@ def test_a_refusal_lists_eight_problems_and_counts_the_rest(tmp_path: Path):
     folder = sharded(tmp_path, one={"a": torch.ones(2)})
     rewrite_map(folder, **{f"missing{i}": "one.safetensors" for i in range(11)})
     with pytest.raises(CheckpointError, match="11 problems") as error:
-        open_folder(folder)
+        refuse(scan_folder(folder).problems, "It")
     assert str(error.value).count("no such key") == 8
     assert "and 3 more" in str(error.value)
 

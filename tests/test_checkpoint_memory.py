@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from magi2_native.magi2_core.checkpoint.folder import PREVIEW
-from magi2_native.magi2_core.checkpoint.miniature import LARGE, write_miniature
+from magi2_native.magi2_core.checkpoint.miniature import MiniatureSize, write_miniature
 from magi2_native.magi2_core.dit.parameters import preview_tensors
 
 LOAD = """
@@ -27,6 +27,9 @@ with network.open() as reader:
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 print(json.dumps({"peak": peak, "loaded": sum(tensor.nbytes for tensor in tensors.values())}))
 """
+
+# About a gigabyte in the preview folder alone.
+LARGE = MiniatureSize(hidden_size=768, layers=5, experts=96, expert_width=512)
 
 
 @pytest.fixture(scope="module")

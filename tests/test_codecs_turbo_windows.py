@@ -5,8 +5,8 @@ import torch
 from magi2_native.magi2_core.codecs.frames import to_uint8
 from magi2_native.magi2_core.codecs.latent_scale import denormalise
 from magi2_native.magi2_core.codecs.turbo_decoder import TurboConfig
+from magi2_native.magi2_core.codecs.turbo_tiles import Tile
 from magi2_native.magi2_core.codecs.turbo_windows import (
-    decode_blocks,
     decode_window,
     divide_windows,
     gather_blocks,
@@ -14,7 +14,7 @@ from magi2_native.magi2_core.codecs.turbo_windows import (
 )
 from magi2_native.magi2_core.errors import RequestError
 from magi2_native.magi2_core.events import Silent
-from magi2_native.tests.codec_networks import turbo
+from magi2_native.tests.codec_networks import decode, turbo
 
 SMALL = {"block_out_channels": (4, 4, 4, 4), "layers_per_block": (1, 1, 1, 1, 1)}
 
@@ -70,8 +70,7 @@ def test_a_clip_decodes_as_worded(f, s, T):
     decoder = turbo(TurboConfig(**SMALL, first_chunk_size=f, step_size=s))
     with torch.inference_mode():
         expected = raw(by_the_book(decoder, latent(T)))
-    got = gather_blocks(decode_blocks(decoder, latent(T), raw), 4 * T - 3)
-    assert torch.equal(got, expected)
+    assert torch.equal(decode(decoder, latent(T), raw), expected)
 
 
 @pytest.mark.parametrize(("f", "s"), [(7, 7), (3, 5), (1, 1), (5, 2)])
@@ -104,62 +103,32 @@ def test_more_ranks_than_windows_leaves_some_without():
 
 def test_windows_decoded_alone_in_any_order_make_the_same_clip():
     decoder, z = turbo(), latent(15)
-    whole = gather_blocks(decode_blocks(decoder, z, to_uint8), 57)
+    whole = decode(decoder, z, to_uint8)
     plan = plan_windows(15, decoder.config)
     with torch.inference_mode():
         parts = {w.begin: decode_window(decoder, z, w, to_uint8) for w in reversed(plan)}
     assert torch.equal(torch.cat([parts[w.begin] for w in plan]), whole)
 
 
-def test_a_clip_is_streamed_one_window_at_a_time():
-    decoder, calls = turbo(), []
-    decoder.conv_in.conv.register_forward_hook(lambda *_: calls.append(1))
-    lengths = []
-    for done, block in enumerate(decode_blocks(decoder, latent(15), to_uint8), start=1):
-        assert len(calls) == done, "a window must not be decoded before it is asked for"
-        lengths.append(len(block))
-        assert block.dtype == torch.uint8
-    assert lengths == [25, 28, 4]
-
-
-def test_the_latent_takes_the_dtype_of_the_decoder():
-    decoder = turbo(dtype=torch.bfloat16)
-    block = next(decode_blocks(decoder, latent(2), raw))
-    assert block.dtype == torch.bfloat16
-    assert torch.equal(block, next(decode_blocks(decoder, latent(2).to(torch.bfloat16), raw)))
-
-
 class Stop(BaseException):
     pass
 
 
-class Recorder(Silent):
-    """Counts, and raises at the given check."""
-
-    def __init__(self, stop_at: int = 10**9) -> None:
-        self.stop_at, self.checks, self.told = stop_at, 0, []
+class StopAtSecond(Silent):
+    checks = 0
 
     def check(self) -> None:
         self.checks += 1
-        if self.checks == self.stop_at:
+        if self.checks == 2:
             raise Stop
 
-    def progress(self, stage, done, total, latent=None) -> None:
-        self.told.append((stage, done, total))
 
-
-def test_progress_counts_latents_and_ends_at_all_of_them():
-    events = Recorder()
-    list(decode_blocks(turbo(), latent(15), to_uint8, events=events))
-    assert events.told == [("decode_video", 7, 15), ("decode_video", 14, 15), ("decode_video", 15, 15)]
-    assert events.checks == 3
-
-
-def test_a_cancel_stops_before_the_next_window():
+def test_a_cancel_stops_before_the_next_tile():
     decoder, calls = turbo(), []
     decoder.conv_in.conv.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(Stop):
-        list(decode_blocks(decoder, latent(15), to_uint8, events=Recorder(stop_at=2)))
+    window = plan_windows(8, decoder.config)[0]
+    with torch.inference_mode(), pytest.raises(Stop):
+        decode_window(decoder, latent(8), window, to_uint8, [Tile(0, 1, 0, 1), Tile(0, 1, 1, 2)], StopAtSecond())
     assert len(calls) == 1
 
 

@@ -11,11 +11,9 @@ from magi2_native.magi2_core.refiner.stage import (
     add_noise,
     lift,
     model_evaluate,
-    noise_after_preview,
     noise_table,
     refine,
 )
-from magi2_native.magi2_core.sampling.noise import clip_noise, draw_noise, noise_generator
 from magi2_native.tests.refiner_models import CONFIG, WINDOW, make_refiner
 from torch import Tensor
 
@@ -100,16 +98,6 @@ def test_level_zero_adds_no_noise_and_draws_none() -> None:
     recorder.run(noise_value=0)
     assert recorder.draws == []
     assert torch.equal(recorder.calls[0][1], lift(VIDEO, (5, 4, 6)))
-
-
-def test_the_noise_follows_the_previews_in_one_generator() -> None:
-    generator = noise_generator(5)
-    preview = clip_noise(generator, (3, 2, 3), 5)
-    draw = noise_after_preview(5, (3, 2, 3), 5)
-    shape = (1, 48, 5, 4, 6)
-    assert torch.equal(draw(shape), draw_noise(shape, generator))
-    assert torch.equal(draw((1, 5, 64)), draw_noise((1, 5, 64), generator))
-    assert not torch.equal(noise_after_preview(5, (3, 2, 3), 5)(preview[0].shape), preview[0])
 
 
 def test_each_step_asks_with_the_prompt_then_without() -> None:

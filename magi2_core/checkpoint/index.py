@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .problem import BadFileError, Problem, refuse
+from .problem import BadFileError, Problem
 from .spec import TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -109,13 +109,6 @@ def scan_folder(folder: Path) -> Scan:
         return scan_file(folder / SINGLE_NAME)
     found = "neither file" if folder.is_dir() else "no such folder"
     return Scan(folder, problems=[Problem(folder, f"{INDEX_NAME} or {SINGLE_NAME}", found)])
-
-
-def open_folder(folder: Path) -> dict[str, Entry]:
-    """The tensors of a folder of safetensors; raises CheckpointError if anything in it is damaged."""
-    scan = scan_folder(folder)
-    refuse(scan.problems, str(folder))
-    return scan.entries
 
 
 def compare(scan: Scan, table: Mapping[str, TensorSpec], optional: Collection[str] = ()) -> list[Problem]:

@@ -89,7 +89,7 @@ def load_tensors(
     """This rank's slices of the tensors named in `dtypes`, in those dtypes, on `device` (see load_module)."""
     events = events or Silent()
     stop = threading.Event()
-    source_of = router_bias_source(dtypes)
+    source_of = _router_bias_source()
     staging = _Staging(torch.device(device))
     tensors: dict[str, Tensor] = {}
 
@@ -120,7 +120,7 @@ def load_tensors(
     return tensors
 
 
-def router_bias_source(keys: Mapping[str, object] | None = None) -> Callable[[str], str]:
+def _router_bias_source() -> Callable[[str], str]:
     """Which stored key fills a key of the model: `expert_bias` is filled from `expert_bias_ema` (10 §12.2).
 
     The environment variable MAGI2_ROUTER_BIAS_SOURCE may say "main" to keep `expert_bias`; CheckpointError for a value

@@ -139,10 +139,6 @@ class MiniatureSize:
             raise RequestError(f"experts of a miniature is {self.experts}; it must be 6 or more: 6 are chosen.")
 
 
-# About a gigabyte in the preview folder alone: for measuring how loading uses memory.
-LARGE = MiniatureSize(hidden_size=768, layers=5, experts=96, expert_width=512)
-
-
 def write_miniature(
     root: Path | str,
     seed: int = 0,

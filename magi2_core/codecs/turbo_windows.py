@@ -106,30 +106,6 @@ def decode_window(
     return block
 
 
-def decode_blocks(
-    decoder: TurboDecoder,
-    z_1CThw: Tensor,
-    convert: Convert,
-    tiles: Sequence[Tile] | None = None,
-    events: Events | None = None,
-) -> Iterator[Tensor]:
-    """Decode a clip window by window, yielding finished frames [t, H, W, 3] in time order.
-
-    z is [1, 48, T, h, w] in the sampler's scale; it is brought to the decoder's device and dtype (bfloat16, 40 §4.5).
-    Only one window is in memory: a 1080p clip can go to the encoder as it comes. Progress is counted in latents.
-    """
-    weight = decoder.conv_in.conv.weight
-    z = z_1CThw.to(weight.device, weight.dtype)
-    total, ratio = z.shape[2], decoder.config.temporal_ratio
-    for window in plan_windows(total, decoder.config):
-        with torch.inference_mode():
-            block = decode_window(decoder, z, window, convert, tiles, events)
-        yield block
-        del block  # before the next one is made
-        if events is not None:
-            events.progress("decode_video", -(-window.end // ratio), total)
-
-
 def gather_blocks(blocks: Iterator[Tensor], frames: int) -> Tensor:
     """All `frames` frames of the blocks as one tensor [frames, H, W, 3], without a second copy of the clip."""
     clip: Tensor | None = None

@@ -16,7 +16,6 @@ from ..events import Events
 from ..sampling.denoise import SamplingSettings, denoise
 from ..sampling.geometry import SPATIAL_STRIDE
 from ..sampling.guidance import GuidanceSettings, frame_scale
-from ..sampling.noise import clip_noise, draw_noise, noise_generator
 from .blocks import WindowSettings
 from .model import RELEASED_WINDOW, RefinerTransformer
 from .prepare import pack_refiner, unpack_refiner
@@ -96,17 +95,6 @@ def add_noise(video: Tensor, noise_value: int, draw: Draw) -> Tensor:
         return video
     signal = noise_table()[noise_value]
     return signal * video + (1 - signal**2).sqrt() * draw(tuple(video.shape)).to(video.device)
-
-
-def noise_after_preview(seed: int, grid: tuple[int, int, int], audio_length: int, device: str = "cpu") -> Draw:
-    """The numbers that follow the preview's own in one pass from `seed` to the refined clip (50 §9).
-
-    grid (t, h, w) and audio_length: the preview's latents, whose noise is drawn again and dropped. RequestError as
-    `noise_generator`.
-    """
-    generator = noise_generator(seed, device)
-    clip_noise(generator, grid, audio_length)
-    return lambda shape: draw_noise(shape, generator)
 
 
 def refine(

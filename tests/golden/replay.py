@@ -44,7 +44,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Case:
-    """One recorded case: the JSON's content in `meta`, its tensors (keys in.*, mid.*, out.*, weights.*) in `tensors`."""
+    """One recorded case: the JSON's content is `meta`, its tensors (keys in.*, mid.*, out.*, weights.*) `tensors`."""
 
     part: str
     path: Path

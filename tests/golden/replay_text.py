@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from magi2_native.magi2_core.checkpoint.index import open_folder
+from magi2_native.magi2_core.checkpoint.index import scan_folder
 from magi2_native.magi2_core.conditioning.caption_answer import caption_request, read_answer
 from magi2_native.magi2_core.conditioning.captions import CAPTIONS, Task, response_schema
 from magi2_native.magi2_core.conditioning.compact import normalise, render_compact
@@ -252,7 +252,7 @@ def _states(case: Case, prompt: str, encoder: TextEncoder, skips: list[int]) -> 
 def _final_norm(folder: Path, x_LD: Tensor) -> Tensor:
     """The norm above the last layer, which the product never applies (30 §4.3: 1 + weight)."""
     key = "model.language_model.norm.weight"
-    with safe_open(open_folder(folder)[key].file, "pt") as file:
+    with safe_open(scan_folder(folder).entries[key].file, "pt") as file:
         weight_D = file.get_tensor(key).float()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["text_config"]
     return x_LD * torch.rsqrt(x_LD.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]) * (1 + weight_D)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from magi2_native.tests.golden.replay import Case, find_cases, run_case
 
 CASES = list(find_cases(Path(__file__).parent / "cases"))
