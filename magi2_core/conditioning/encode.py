@@ -20,21 +20,16 @@ class TextConditioning:
 
     features_LD: the prompt. null_features_LD: the negative prompt, [0, D] if it is empty.
     markers_MD: one vector for each picture, in the order of the request's figures.
-    prompt, negative: the normalised texts that were encoded.
+    prompt: the normalised text that was encoded. tokens: how many it is; truncated: whether that is the limit.
     """
 
     features_LD: Tensor
     null_features_LD: Tensor
     markers_MD: Tensor
     prompt: str
-    negative: str
     tokens: int
-    untruncated_tokens: int
+    truncated: bool
     warnings: tuple[str, ...]
-
-    @property
-    def truncated(self) -> bool:
-        return self.untruncated_tokens > self.tokens
 
 
 def encode_text(
@@ -58,22 +53,21 @@ def encode_text(
     for warning in warnings:
         events.log(warning)
     wanted = {text.text: text.tokens.ids for text in (positive, null) if text.tokens.ids}
-    features = _features(encoder, wanted, events, cache, keep=null.text)
+    features = _features(encoder, wanted, events, cache)
     features_LD = features[positive.text]
     return TextConditioning(
         features_LD=features_LD,
         null_features_LD=features[null.text] if null.tokens.ids else features_LD.new_zeros(0, features_LD.shape[1]),
         markers_MD=pool_markers(features_LD, positive.text, positive.tokens, figures),
         prompt=positive.text,
-        negative=null.text,
         tokens=len(positive.tokens.ids),
-        untruncated_tokens=positive.tokens.untruncated,
+        truncated=positive.tokens.truncated,
         warnings=warnings,
     )
 
 
 def _features(
-    encoder: TextEncoder, wanted: dict[str, tuple[int, ...]], events: Events, cache: FeatureCache | None, keep: str
+    encoder: TextEncoder, wanted: dict[str, tuple[int, ...]], events: Events, cache: FeatureCache | None
 ) -> dict[str, Tensor]:
     """Features of each text, from the cache or from one pass over the layers for all that it lacks."""
     found = {}
@@ -84,5 +78,5 @@ def _features(
         for text, features in zip(missing, encoder.encode([wanted[t] for t in missing], events), strict=True):
             found[text] = features
             if cache is not None:
-                cache.put(encoder.identity, text, features, keep=text == keep)
+                cache.put(encoder.identity, text, features)
     return found

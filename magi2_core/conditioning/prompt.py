@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..errors import RequestError
 from .compact import normalise
 from .markers import insert_marker, marker, marker_tokens
-from .tokenizer import TOKEN_LIMIT, PromptTokenizer, Tokens
+from .tokenizer import PromptTokenizer, Tokens
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -35,12 +35,7 @@ def check_text(text: str, what: str = "prompt") -> None:
 
 
 def prepare_prompt(
-    prompt: str,
-    tokenizer: PromptTokenizer,
-    figures: Sequence[int] = (),
-    *,
-    insert: bool = True,
-    limit: int = TOKEN_LIMIT,
+    prompt: str, tokenizer: PromptTokenizer, figures: Sequence[int] = (), *, insert: bool = True
 ) -> PreparedPrompt:
     """Take a prompt to its tokens (30 §1, steps 2 to 4); this is the text that the encoder really sees.
 
@@ -50,19 +45,19 @@ def prepare_prompt(
     check_text(prompt)
     text = normalise(insert_marker(prompt) if figures and insert else prompt)
     check_text(text, "prompt, after reading it as JSON,")
-    tokens = tokenizer(text, limit)
+    tokens = tokenizer(text)
     if not tokens.ids:
         raise RequestError(_why_empty(prompt))
     warnings = _truncation(tokens, "prompt") + [w for figure in figures if (w := _unlinked(text, tokens, figure))]
     return PreparedPrompt(text, tokens, tuple(warnings))
 
 
-def prepare_negative(negative: str, tokenizer: PromptTokenizer, *, limit: int = TOKEN_LIMIT) -> PreparedPrompt:
+def prepare_negative(negative: str, tokenizer: PromptTokenizer) -> PreparedPrompt:
     """The same for the negative prompt, which has no marker and may be empty: no text at all (30 §7, 10)."""
     check_text(negative, "negative prompt")
     text = normalise(negative)
     check_text(text, "negative prompt, after reading it as JSON,")
-    tokens = tokenizer(text, limit)
+    tokens = tokenizer(text)
     return PreparedPrompt(text, tokens, tuple(_truncation(tokens, "negative prompt")))
 
 
