@@ -210,7 +210,7 @@ def measure_memory(device: torch.device) -> dict[str, int | None]:
 
 
 def give_back_free_memory() -> None:
-    """Return to the system what the C library keeps of freed tensors; else a rank grows by it from job to job (80 §14)."""
+    """Return to the system what the C library keeps of freed tensors; a rank would grow by it job by job (80 §14)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)

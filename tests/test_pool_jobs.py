@@ -6,9 +6,11 @@ import itertools
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +112,25 @@ def test_workers_see_a_clean_environment_and_nothing_of_the_caller(pool: Pool) -
     assert seen["ranks"] == 2
     assert seen["plan"]["a"][0] == 1
     assert os.environ["MASTER_ADDR"] == FOREIGN["MASTER_ADDR"], "the caller's own environment is not touched"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_listen_on_loopback_only(pool: Pool) -> None:
+    pool.submit("where").result()
+    sockets = {
+        os.readlink(file).removeprefix("socket:[").removesuffix("]")
+        for pid in pids(pool)
+        for file in Path(f"/proc/{pid}/fd").iterdir()
+        if os.readlink(file).startswith("socket:")
+    }
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            local, state, inode = line.split()[1], line.split()[3], line.split()[9]
+            if state == "0A" and inode in sockets:
+                listening.append(local.split(":")[0])
+    assert listening, "the rendezvous and gloo listen somewhere"
+    assert set(listening) == {"0100007F"}
 
 
 def test_n_steps_are_n_ticks_that_end_at_the_total(pool: Pool) -> None:
