@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from ..magi2_core.codecs.latent_scale import from_wan_scale, to_wan_scale
 from ..magi2_core.errors import RequestError
+from ..magi2_core.sampling.noise import AUDIO_CHANNELS, VIDEO_CHANNELS
 from .folders import Folders, resolve_inside
 from .values import ClipLatent
 
 FORMAT = "magi2-latent-1"
-VIDEO_CHANNELS, AUDIO_CHANNELS = 48, 64
 SUBFOLDER = "magi2"
 
 
@@ -52,15 +51,14 @@ def write_latent(latent: ClipLatent, path: Path, extra: dict[str, Any] | None = 
 
     header = {"format": FORMAT, "meta": json.dumps(latent["meta"])}
     header |= {key: json.dumps(value) for key, value in (extra or {}).items()}
-    content = save({key: latent[key].detach().cpu().contiguous() for key in ("video", "audio")}, header)  # type: ignore[literal-required]
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
-        try:
-            part.write(content)
-            part.close()
-            os.replace(part.name, path)
-        except BaseException:
-            os.unlink(part.name)
-            raise
+    tensors = {"video": latent["video"], "audio": latent["audio"]}
+    content = save({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, header)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_latent(path: Path) -> ClipLatent:

@@ -391,7 +391,7 @@ def test_a_failed_save_leaves_no_file(graph: Graph, tmp_path: Path, monkeypatch:
         raise OSError("No space left on device")
 
     latent = graph.latent()
-    monkeypatch.setattr(graph.stub.module("stages.latent").os, "replace", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space"):
         graph.run("Magi2SaveLatent", magi2_latent=latent, filename_prefix="magi2/x")
     monkeypatch.undo()
