@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -40,9 +41,10 @@ def checkpoint_names(files: Iterable[str]) -> list[str]:
 def find_checkpoints(folders: Folders) -> list[str]:
     """The names of all checkpoints in the registered folders."""
     files = (
-        file.relative_to(root).as_posix()
+        Path(folder, name).relative_to(root).as_posix()
         for root in folders.checkpoints
-        for file in root.glob("**/preview/*.safetensors*")
+        for folder, _, names in os.walk(root, followlinks=True)  # checkpoints are often links to a large disk
+        for name in names
     )
     return checkpoint_names(files)
 

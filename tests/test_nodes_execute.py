@@ -38,10 +38,12 @@ def test_the_loader_lists_checkpoint_folders_and_shows_the_plan(graph: Graph, tm
     assert graph.pools == [], "planning starts no workers"
 
 
-def test_the_loader_says_what_is_wrong_before_anything_runs(graph: Graph) -> None:
+def test_the_loader_says_what_is_wrong_before_anything_runs(graph: Graph, tmp_path: Path) -> None:
     check = graph.nodes["Magi2LoadCheckpoint"].validate_inputs
     assert check(checkpoint="mini", devices="0, 1", layout="sp2", dtype="float32", residency="swap") is True
     assert "Found there: mini" in check(checkpoint="none")
+    (tmp_path / "models/magi2/linked").symlink_to(tmp_path / "models/magi2/mini")
+    assert "Found there: linked, mini" in check(checkpoint="none")
     assert "Found there" in check(checkpoint="../magi2/mini")
     assert "is not a device" in check(devices="gpu one")
     assert "is not a device" in check(devices="-1")
