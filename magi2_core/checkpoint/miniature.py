@@ -36,7 +36,7 @@ from .miniature_extras import (
     turbo_training_shapes,
     wan_decoder_shapes,
 )
-from .miniature_text import write_text_config, write_tokenizer
+from .miniature_text import write_json, write_text_config, write_tokenizer
 from .miniature_weights import (
     Draw,
     draw_oobleck,
@@ -171,7 +171,7 @@ def write_miniature(
             (partial / name).mkdir()
             _WRITERS[name](partial / name, seed, size)
             events.progress("write miniature", done + 1, len(only))
-        _write_json(partial / _MARKER, marker)
+        write_json(partial / _MARKER, marker)
         partial.chmod(0o755)
         partial.replace(root)
     except OSError as error:
@@ -210,8 +210,8 @@ def _write_configs(root: Path, size: MiniatureSize) -> None:
         "moe_config": moe,
     }
     refiner["enable_attn_gating"] = True
-    _write_json(root / "magi2_preview.json", {"arch_config": preview})
-    _write_json(root / "magi2_refiner.json", {"arch_config": refiner})
+    write_json(root / "magi2_preview.json", {"arch_config": preview})
+    write_json(root / "magi2_refiner.json", {"arch_config": refiner})
 
 
 def _write_preview(folder: Path, seed: int, size: MiniatureSize) -> None:
@@ -242,7 +242,7 @@ def _write_wan(folder: Path, seed: int, size: MiniatureSize) -> None:
 def _write_turbo(folder: Path, seed: int, size: MiniatureSize) -> None:
     widths = [size.turbo_width * factor for factor in (1, 2, 4, 8)]
     config = _TURBO | {"decoder_block_out_channels": widths}
-    _write_json(folder / place.TURBO_CONFIG, config)
+    write_json(folder / place.TURBO_CONFIG, config)
     table = {TURBO_PREFIX + key: spec for key, spec in turbo_decoder_tensors(TurboConfig.from_json(config)).items()}
     table |= _specs(turbo_training_shapes(tuple(widths)))
     tensors = _draw_all(table, seed, draw_turbo, torch.float32)
@@ -258,7 +258,7 @@ def _write_turbo(folder: Path, seed: int, size: MiniatureSize) -> None:
 
 def _write_stable_audio(folder: Path, seed: int, size: MiniatureSize) -> None:
     config = _stable_audio_config(size.oobleck_width)
-    _write_json(folder / "model_config.json", config)
+    write_json(folder / "model_config.json", config)
     decoder = oobleck_decoder_tensors(OobleckConfig.from_json(config))
     table = {OOBLECK_PREFIX + key: spec for key, spec in decoder.items()}
     table |= _specs(stable_audio_extra_shapes(size.oobleck_width), torch.float32)
@@ -351,7 +351,7 @@ def _write_shards(folder: Path, table: Mapping[str, TensorSpec], seed: int, draw
         name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
         _save({key: _draw(key, table[key], seed, draw) for key in keys}, folder / name)
         weight_map |= dict.fromkeys(keys, name)
-    _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -359,7 +359,3 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # the library makes it readable by its owner alone
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

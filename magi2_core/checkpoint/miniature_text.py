@@ -83,7 +83,7 @@ def write_tokenizer(folder: Path, merges: int) -> int:
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,
     }
-    _write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "tokenizer_config.json", settings)
     return tokenizer.get_vocab_size(with_added_tokens=True)
 
 
@@ -119,7 +119,7 @@ def write_text_config(folder: Path, config: TextEncoderConfig) -> None:
         "tie_word_embeddings": False,
         "vision_config": VISION | {"out_hidden_size": config.hidden_size},
     }
-    _write_json(folder / "config.json", content)
+    write_json(folder / "config.json", content)
 
 
 # Sizes of the vision tower, which is there because the release has one; nothing reads its weights.
@@ -139,5 +139,5 @@ VISION: dict[str, Any] = {
 }
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
