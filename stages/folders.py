@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
