@@ -129,7 +129,8 @@ class Magi2Caption(io.ComfyNode):
         text = made.describe()
         show_text(text, cls.hidden.unique_id)
         outputs = (missing_output(), missing_output()) if made.stopped else (made.prompt, made.caption)
-        return io.NodeOutput(*outputs, ui=ui.PreviewText(text))
+        # "caption" is what the page's edit button puts into edited_caption
+        return io.NodeOutput(*outputs, ui={**ui.PreviewText(text).as_dict(), "caption": (made.caption,)})
 
 
 def _line(name: str, tooltip: str, example: str, **options: Any) -> Any:

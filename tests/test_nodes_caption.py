@@ -42,7 +42,7 @@ def caption(graph: Graph, **inputs: Any) -> Any:
 
 def shown(graph: Graph, **inputs: Any) -> str:
     """The text in the node, which must be the one that is sent to the page too."""
-    text = execute(graph.nodes["Magi2Caption"], node_id="5", **inputs).ui.value
+    (text,) = execute(graph.nodes["Magi2Caption"], node_id="5", **inputs).ui["text"]
     assert graph.stub.server.texts[-1] == ("5", text)
     return text
 
@@ -212,9 +212,10 @@ def test_the_run_stops_until_the_caption_has_been_edited(graph: Graph) -> None:
     start = json.dumps(example("text_potter"))
     result = execute(graph.nodes["Magi2Caption"], caption=start, stop_to_edit=True)
     assert result.args == (None, None), "nothing that a later node could use"
-    text = result.ui.value
+    (text,), (edit,) = result.ui["text"], result.ui["caption"]
     assert "copy this caption into edited_caption" in text
-    assert json.loads(text[text.index("{") :]) == example("text_potter"), "what is shown can be pasted as it is"
+    assert text.endswith(edit), "what is shown can be pasted as it is"
+    assert json.loads(edit) == example("text_potter")
     prompt, _ = graph.run("Magi2Caption", caption=start, stop_to_edit=True, edited_caption="my own words")
     assert prompt == "my own words"
 

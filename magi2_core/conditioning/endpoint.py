@@ -66,6 +66,12 @@ class Endpoint:
                 f"The enhancement address must start with http:// or https:// and name a host, like {DEFAULT_BASE_URL};"
                 f" set {VARIABLES['base_url']}."
             )
+        if address.username or address.password or address.query:
+            # the transport logs every address that it calls
+            raise RequestError(
+                "The enhancement address holds a user name, a password or a query, which would end up in logs; write"
+                f" the key into {VARIABLES['api_key']} and leave it out of {VARIABLES['base_url']}."
+            )
         if not self.key.isascii() or not self.key.isprintable() or " " in self.key:
             raise RequestError(
                 f"The enhancement key holds a space or another character that no key has; set {VARIABLES['api_key']}"
@@ -76,18 +82,15 @@ class Endpoint:
 
     @property
     def host(self) -> str:
-        """Host and port, for messages: the address itself may hold a password."""
+        """Host and port, for messages."""
         address = urlsplit(self.base_url)
         return f"{address.hostname}:{address.port}" if address.port else str(address.hostname)
 
     def scrub(self, text: str) -> str:
-        """Take the key, and a password in the address, out of a text."""
-        address = urlsplit(self.base_url)
-        secrets = [self.key, address.password or "", address.query]
-        for secret in secrets:
-            for form in {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}:
-                if len(form) >= 4:
-                    text = text.replace(form, "[hidden]")
+        """Take the key out of a text."""
+        for form in {self.key, quote(self.key, safe=""), json.dumps(self.key)[1:-1]}:
+            if len(form) >= 4:
+                text = text.replace(form, "[hidden]")
         return text
 
 
