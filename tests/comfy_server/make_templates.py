@@ -80,8 +80,8 @@ NOTES = {
         "1. Name a language model in ComfyUI's environment or in `user/magi2/magi2_enhance.json` (see the help of"
         " *Enhance Prompt*). The prompt is sent there, and nothing else.\n"
         "2. Write a line into *Enhance Prompt* and run. The caption appears in *Caption*, and the run stops there.\n"
-        "3. Copy it into *edited_caption* and change what you like, or turn *stop_to_edit* off to take it as it is."
-        " Run again.\n\n"
+        "3. Press *Edit this caption* and change what you like in *edited_caption*, or turn *stop_to_edit* off to take"
+        " it as it is. Run again.\n\n"
         "Files: as in *text_to_clip*, in `ComfyUI/models/magi2/MAGI-2-Preview/`."
     ),
 }
@@ -151,7 +151,7 @@ def templates() -> dict[str, list[Node]]:
         "caption_to_clip": _captioned(CAPTION),
         "enhance_to_clip": [
             *_captioned({"caption": ("enhance", "caption"), "stop_to_edit": True}),
-            ("enhance", "Magi2EnhancePrompt", (440, -160), {"prompt": LINE}),
+            ("enhance", "Magi2EnhancePrompt", (440, -280), {"prompt": LINE}),
         ],
     }
 
@@ -189,7 +189,7 @@ async ([nodes, note]) => {
         }
     }
     const sizes = {
-        Magi2Caption: [440, 900], Magi2EnhancePrompt: [440, 220], Magi2EncodePrompt: [440, 440],
+        Magi2Caption: [440, 900], Magi2EnhancePrompt: [440, 340], Magi2EncodePrompt: [440, 440],
         Magi2Sampler: [340, 360], Magi2LoadCheckpoint: [340, 260],
     };
     for (const node of Object.values(made)) {
