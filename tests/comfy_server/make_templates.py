@@ -167,6 +167,7 @@ BUILD = """
 async ([nodes, note]) => {
     const { app } = window;
     app.graph.clear();
+    app.nodeOutputs = {};  // pictures that nodes of the template before have shown: ids begin anew
     const made = {};
     for (const [id, type, pos, inputs] of nodes) {
         const node = LiteGraph.createNode(type);
