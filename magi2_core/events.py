@@ -38,3 +38,6 @@ class Silent:
 
     def check(self) -> None:
         pass
+
+
+SILENT = Silent()

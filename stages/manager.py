@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..distributed.pool import Pool
 from ..magi2_core.errors import RequestError
-from ..magi2_core.events import Events
+from ..magi2_core.events import SILENT, Events
 from .session import pool_spec, run_on_pool
 from .values import Model
 
@@ -73,7 +73,7 @@ class PoolManager:
         with self._exclusive(patience_s):
             if self._model is None:
                 raise RequestError("No model has been used yet; run a workflow once, then the workers can be started.")
-            self._ready(self._model, None)
+            self._ready(self._model, SILENT)
 
     def unload(self, patience_s: float = -1) -> bool:
         """Let the workers free all weights but stay alive; False if there are none. RequestError if a job is running
@@ -81,7 +81,7 @@ class PoolManager:
         with self._exclusive(patience_s):
             if self._pool is None or not self._pool.alive:
                 return False
-            run_on_pool(self._pool, "release", {"stages": list(STAGES)}, _Watched(None, self))
+            run_on_pool(self._pool, "release", {"stages": list(STAGES)}, _Watched(SILENT, self))
             self._set("unloaded")
             return True
 
@@ -95,10 +95,6 @@ class PoolManager:
             pool.close()
             self._set("stopped")
             return True
-
-    @property
-    def busy(self) -> bool:
-        return self._state in ("starting", "busy")
 
     @property
     def alive(self) -> bool:
@@ -150,19 +146,18 @@ class PoolManager:
         finally:
             self._job_lock.release()
 
-    def _ready(self, model: Model, events: Events | None) -> Pool:
+    def _ready(self, model: Model, events: Events) -> Pool:
         if self._pool is not None and self._model == model and self._pool.alive:
             return self._pool
         self.stop()
         self._model = model
         self._set("starting")
-        if events is not None:
-            events.log(f"Starting {len(model.plan.ranks)} worker(s) for {model.name}.")
+        events.log(f"Starting {len(model.plan.ranks)} worker(s) for {model.name}.")
         try:
             self.before_start(model)
             pool = self._make_pool(model)
             try:
-                self._pool = pool.open(poll=events.check if events is not None else None)
+                self._pool = pool.open(poll=events.check)
             finally:
                 if self._pool is None:  # the start failed or was cancelled
                     pool.close()
@@ -199,7 +194,7 @@ class PoolManager:
 class _Watched:
     """Passes a job's events on, and keeps what the status panel needs."""
 
-    def __init__(self, events: Events | None, manager: PoolManager) -> None:
+    def __init__(self, events: Events, manager: PoolManager) -> None:
         self._events, self._manager = events, manager
         self._last = 0.0
 
@@ -208,17 +203,14 @@ class _Watched:
         if done >= total or now - self._last > 0.5:
             self._last = now
             self._manager.advance(stage, done, total)
-        if self._events is not None:
-            self._events.progress(stage, done, total, latent)
+        self._events.progress(stage, done, total, latent)
 
     def log(self, text: str) -> None:
         self._manager.note(text)
-        if self._events is not None:
-            self._events.log(text)
+        self._events.log(text)
 
     def check(self) -> None:
-        if self._events is not None:
-            self._events.check()
+        self._events.check()
 
 
 manager = PoolManager()

@@ -11,18 +11,17 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import RequestError
-from ..events import Events, Silent
+from ..events import SILENT, Events
 from .folder import TURBO, TURBO_FILE, WAN, WAN_FILE, CheckpointFolder
 from .legacy import load_pickle, state_dict_of, turbo_names
 
 
-def convert(root: Path | str, events: Events | None = None) -> list[Path]:
+def convert(root: Path | str, events: Events = SILENT) -> list[Path]:
     """Write `vae/Wan2.2_VAE.safetensors` and `turbo_vae/checkpoint.safetensors`; return the files written.
 
     The originals stay. A file that is already there, and one whose original is not, is skipped. Raises CheckpointError
     for a pickle that is damaged or needs code to be run, RequestError if the folder cannot be written.
     """
-    events = events or Silent()
     folder = CheckpointFolder(root)
     sources = (folder.root / WAN / WAN_FILE, folder.root / TURBO / TURBO_FILE)
     written = []

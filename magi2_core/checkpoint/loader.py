@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...distributed.layout import RankShare
 from ..dit.rope import rotary_bands
 from ..errors import CheckpointError
-from ..events import Events, Silent
+from ..events import SILENT, Events
 from .network import BANDS, Network
 from .problem import SHOWN
 from .reader import TensorReader
@@ -48,7 +48,7 @@ def load_module(
     *,
     share: RankShare | None = None,
     device: torch.device | str = "cpu",
-    events: Events | None = None,
+    events: Events = SILENT,
     stage: str = "load",
 ) -> Loaded:
     """Fill a module that was built on the meta device with this rank's slices of a network.
@@ -83,11 +83,10 @@ def load_tensors(
     *,
     share: RankShare | None = None,
     device: torch.device | str = "cpu",
-    events: Events | None = None,
+    events: Events = SILENT,
     stage: str = "load",
 ) -> dict[str, Tensor]:
     """This rank's slices of the tensors named in `dtypes`, in those dtypes, on `device` (see load_module)."""
-    events = events or Silent()
     stop = threading.Event()
     source_of = _router_bias_source()
     staging = _Staging(torch.device(device))

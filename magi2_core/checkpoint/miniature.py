@@ -26,7 +26,7 @@ from ..config import MoeConfig, PreviewConfig, RefinerConfig
 from ..dit.parameters import preview_tensors
 from ..dit.rope import rotary_bands
 from ..errors import RequestError
-from ..events import Events, Silent
+from ..events import SILENT, Events
 from ..refiner.parameters import refiner_tensors
 from . import folder as place
 from .index import INDEX_NAME, SINGLE_NAME
@@ -142,17 +142,16 @@ class MiniatureSize:
 def write_miniature(
     root: Path | str,
     seed: int = 0,
-    size: MiniatureSize | None = None,
+    size: MiniatureSize = MiniatureSize(),
     *,
     only: Iterable[str] = place.FOLDERS,
-    events: Events | None = None,
+    events: Events = SILENT,
 ) -> Path:
     """Write a miniature checkpoint to the folder `root`, which must not exist or be empty; return its path.
 
     `only` names the sub-folders to write. Where the same miniature already stands nothing is done. The same arguments
     give the same bytes. Raises RequestError if the folder cannot be taken or written.
     """
-    events, size = events or Silent(), size or MiniatureSize()
     size.check()
     root = Path(root).expanduser().absolute()
     only = [name for name in place.FOLDERS if name in set(only)]

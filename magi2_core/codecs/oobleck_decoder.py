@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.spec import TensorSpec, table_of
 from ..errors import CheckpointError
-from ..events import Events
+from ..events import SILENT, Events
 from ..precision import true_fp32
 
 OOBLECK_PREFIX = "pretransform.model.decoder."  # of these names in the checkpoint file (40 §5.1)
@@ -200,13 +200,12 @@ class OobleckDecoder(nn.Module):
             if isinstance(module, WeightNormConv):
                 module.fold()
 
-    def forward(self, z_BCL: Tensor, events: Events | None = None) -> Tensor:
+    def forward(self, z_BCL: Tensor, events: Events = SILENT) -> Tensor:
         """`events.check` is called before each layer."""
         x = z_BCL
         with true_fp32():
             for layer in self.layers:
-                if events is not None:
-                    events.check()
+                events.check()
                 x = layer(x)
         return x
 

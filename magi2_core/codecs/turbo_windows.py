@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError
-from ..events import Events, Silent
+from ..events import SILENT, Events
 from .latent_scale import denormalise
 from .turbo_decoder import TurboConfig, TurboDecoder
 from .turbo_tiles import Tile, run_tile
@@ -80,7 +80,7 @@ def decode_window(
     window: Window,
     convert: Convert,
     tiles: Sequence[Tile] | None = None,
-    events: Events | None = None,
+    events: Events = SILENT,
 ) -> Tensor:
     """The frames of one window, as `convert` makes them: [window.frames, H, W, 3] on the host.
 
@@ -94,7 +94,7 @@ def decode_window(
     kept = slice(window.skip, window.skip + window.frames)
     block: Tensor | None = None
     for tile in tiles or [Tile(0, h, 0, w)]:
-        (events or Silent()).check()
+        events.check()
         part = convert(run_tile(decoder, latent, window.first, tile)[:, :, kept])
         if tile == Tile(0, h, 0, w):
             return part

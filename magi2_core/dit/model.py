@@ -16,7 +16,7 @@ from ...distributed.exchange import ParallelContext, gather_tokens
 from ...distributed.layout import RankShare
 from ..config import PreviewConfig
 from ..errors import RequestError
-from ..events import Events
+from ..events import SILENT, Events
 from ..precision import true_fp32
 from .adapters import PostAdapter, PreAdapter
 from .attention import Attention
@@ -117,7 +117,7 @@ class PreviewTransformer(nn.Module):
         return prepare(self.config, layout, self.parallel, self.pre_adapter.rope.bands, device)
 
     @torch.no_grad()
-    def forward(self, prepared: Prepared, tokens: PackedTokens, events: Events | None = None) -> Tensor:
+    def forward(self, prepared: Prepared, tokens: PackedTokens, events: Events = SILENT) -> Tensor:
         """Velocity of every token [T, max(video, audio channels)] fp32, the whole sequence on every rank.
 
         Video rows fill the first 48 columns, audio rows the first 64, the rest is zero (10 §2). `tokens` must be equal
@@ -126,8 +126,7 @@ class PreviewTransformer(nn.Module):
         with true_fp32():
             streams_SW = self.pre_adapter(tokens, prepared, self.compute_dtype)
             for layer in self.block.layers:
-                if events is not None:
-                    events.check()
+                events.check()
                 layer(streams_SW, prepared)
             y_SC = self.post_adapter(streams_SW, prepared)
         return gather_tokens(y_SC, prepared.split, self.parallel.sp_group)

@@ -14,7 +14,7 @@ from ..dit.adapters import PostAdapter, PreAdapter
 from ..dit.inputs import PackedTokens
 from ..dit.weights import Tensors
 from ..errors import RequestError
-from ..events import Events
+from ..events import SILENT, Events
 from ..precision import true_fp32
 from .blocks import Axes, WindowSettings
 from .layer import Layer
@@ -82,7 +82,7 @@ class RefinerTransformer(nn.Module):
         return prepare_refiner(self.config, grid, audio, text, self.parallel, bands_B, device, window, backend)
 
     @torch.no_grad()
-    def forward(self, prepared: RefinerPrepared, tokens: PackedTokens, events: Events | None = None) -> Tensor:
+    def forward(self, prepared: RefinerPrepared, tokens: PackedTokens, events: Events = SILENT) -> Tensor:
         """Velocity of every row [T, max(video, audio channels)] fp32 in packed order, on every rank; text rows are 0.
 
         `tokens` must be equal on all ranks and on the model's device. `events.check()` is called between layers.
@@ -91,8 +91,7 @@ class RefinerTransformer(nn.Module):
             # 50 §3.1: the residual starts in the compute dtype
             x_SD = self.pre_adapter(tokens, prepared, self.compute_dtype)
             for layer in self.block.layers:
-                if events is not None:
-                    events.check()
+                events.check()
                 x_SD = layer(x_SD, prepared)
             y_SC = self.post_adapter(x_SD, prepared)
         return gather_tokens(y_SC, prepared.split, self.parallel.sp_group)

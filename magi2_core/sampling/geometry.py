@@ -72,10 +72,10 @@ def clip_lengths(seconds: float = SECONDS) -> tuple[int, int]:
     return video, audio
 
 
-def latent_grid(width: int, height: int, seconds: float = SECONDS) -> tuple[int, int, int]:
+def latent_grid(width: int, height: int) -> tuple[int, int, int]:
     """Latent grid (T, H, W) of a clip of width x height pixels (20 §1). RequestError as `check_size`."""
     check_size(width, height)
-    return clip_lengths(seconds)[0], height // SPATIAL_STRIDE, width // SPATIAL_STRIDE
+    return clip_lengths()[0], height // SPATIAL_STRIDE, width // SPATIAL_STRIDE
 
 
 def decoded_frames(video_latents: int) -> int:
