@@ -242,7 +242,7 @@ def test_a_cut_shard_is_refused(folder: Path) -> None:
         tiny(folder)
 
 
-@pytest.mark.parametrize(("content", "sentence"), [(None, "cannot be read"), ("{", "not JSON"), ("[]", "not a JSON")])
+@pytest.mark.parametrize(("content", "sentence"), [(None, "no such file"), ("{", "not JSON"), ("[]", "a JSON list")])
 def test_an_unreadable_config_gets_a_sentence(folder: Path, content: str | None, sentence: str) -> None:
     file = folder / "config.json"
     file.unlink() if content is None else file.write_text(content)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,20 +69,6 @@ class TextEncoderConfig:
             "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(self.num_hidden_layers)
         )
         return tuple(kinds)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read `config.json` of a text encoder folder; CheckpointError if it is absent or not a JSON object."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"The text encoder's {file} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise CheckpointError(f"The text encoder's {file} is not JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"The text encoder's {file} holds {type(config).__name__}, not a JSON object.")
-    return config
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,12 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.index import Entry, compare, scan_folder
+from ..checkpoint.index import Entry, compare, read_json, scan_folder
 from ..checkpoint.problem import refuse
 from ..checkpoint.reader import SafetensorsReader, TensorReader
 from ..errors import CheckpointError, MissingDependencyError, RequestError
 from ..events import Events
-from .parameters import PREFIX, SKIPPED_LAYERS, TextEncoderConfig, read_config, text_encoder_tensors, text_section
+from .parameters import PREFIX, SKIPPED_LAYERS, TextEncoderConfig, text_encoder_tensors, text_section
 from .tokenizer import SPLIT_CLASS, TOKEN_LIMIT, PromptTokenizer
 
 logger = logging.getLogger("magi2")
@@ -46,7 +46,7 @@ class TextEncoder:
         skipped_layers: int = SKIPPED_LAYERS,
     ) -> None:
         """CheckpointError if the folder does not hold a fitting encoder, MissingDependencyError without its classes."""
-        config_json = read_config(folder)
+        config_json = read_json(folder / "config.json")
         self.config = TextEncoderConfig.from_json(config_json)
         _check_width(self.config, width)
         table = text_encoder_tensors(self.config, skipped_layers)
