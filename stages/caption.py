@@ -98,7 +98,7 @@ def check_caption(edited_caption: str, **fields: str) -> None:
         from ..magi2_core.conditioning.compose import lay_over
 
         # a caption that comes over a link may bring the subjects that speak
-        unknown = {"global_layer": {"alive_subjects_static": [{}] * 99}}
+        unknown: dict[str, Any] = {"global_layer": {"alive_subjects_static": [{}] * 99}}
         lay_over(form, unknown)
     if edited_caption.strip():
         _build(_form(), edited_caption)
