@@ -34,7 +34,12 @@ class Mail:
         if self.rank == 0:
             assert message is not None
             tensors: list[Tensor] = []
-            text = json.dumps(encode(message, lambda tensor: tensors.append(tensor.cpu().contiguous()) or [])).encode()
+
+            def set_aside(tensor: Tensor) -> list[Any]:
+                tensors.append(tensor.cpu().contiguous())
+                return []
+
+            text = json.dumps(encode(message, set_aside)).encode()
             self._broadcast(torch.tensor([len(text)]))
             self._broadcast(_bytes(text))
             for tensor in tensors:

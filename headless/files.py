@@ -42,9 +42,14 @@ def write_video(clip: DecodedClip, path: Path) -> None:
     from ..magi2_core.codecs import media
 
     if clip.file is not None:
-        part = clip.file.with_suffix(".part")  # a second node may want the clip too
-        shutil.copyfile(clip.file, part)
-        os.replace(part, path)
+        part = path.with_name(f".{path.name}.part")  # copied, not moved: a second node may want the clip too
+        try:
+            shutil.copyfile(clip.file, part)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
         return
+    if clip.frames is None:
+        raise RequestError("This clip has sound alone; there is no picture to write.")
     sound = None if clip.waveform is None else media.Sound(clip.waveform, clip.sample_rate)
     media.write_video(path, [clip.frames], clip.fps, sound)

@@ -177,7 +177,8 @@ class Magi2Refine(io.ComfyNode):
             "cfg_trick_start_frame": cfg_trick_start_frame,
             "cfg_trick_value": cfg_trick_value,
         }
-        known = {"steps": DEFAULTS.steps} | {name: value for name, value in settings.items() if value is not None}
+        known: dict[str, Any] = {"steps": DEFAULTS.steps}
+        known |= {name: value for name, value in settings.items() if value is not None}
         return first_sentence(
             sentence_of(lambda: refiner_settings(DEFAULTS.width, DEFAULTS.height, **known)),
             sentence_of(lambda w, h: refined_size(DEFAULTS.width, DEFAULTS.height, w, h), width, height),

@@ -137,7 +137,7 @@ class Magi2SamplerOptions(io.ComfyNode):
             "skimmed_cfg_scale": skimmed_cfg_scale,
             "cfg_rescale": cfg_rescale,
         }
-        known = {name: value for name, value in numbers.items() if value is not None}
+        known: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
         size = (width, height) if width is not None and height is not None else (0, 0)
         return sentence_of(lambda: sampler_options(*size, noise_device or NOISE_DEVICES[0], **known))
 
