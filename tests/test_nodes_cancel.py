@@ -51,6 +51,15 @@ def test_cancel_in_any_stage_stops_the_job_and_reaches_comfyui_as_it_was(
     assert len(graph.pools) == 1
 
 
+def test_cancel_reaches_a_stage_that_reports_nothing(graph: Graph, prepared: dict[str, Any]) -> None:
+    pool = graph.pools[-1]
+    pool.silent = True
+    pool.on_call = lambda call: graph.stub.model_management.interrupt_current_processing(True)
+    with pytest.raises(graph.stub.model_management.InterruptProcessingException):
+        graph.run("Magi2Sampler", **prepared["sampler"])
+    assert pool.cancelled
+
+
 def test_cancel_while_workers_start_ends_them(graph: Graph) -> None:
     model = graph.model()
     graph.stub.model_management.interrupt_current_processing(True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,18 +14,20 @@ WIDTH = 8  # of the text features
 
 
 class FakePool:
-    """Stands for `distributed.pool.Pool`. `die` makes the next call fail as a dead rank does.
+    """Stands for `distributed.pool.Pool`. `die` makes the next call fail as a dead rank does, `silent` ones report
+    nothing.
 
     `module` is the `distributed.pool` of the pack under test, whose events and errors it uses.
     """
 
     def __init__(self, model: Any, module: ModuleType) -> None:
         self.model, self.module = model, module
+        self.spec = SimpleNamespace(layout=model.plan.parallel)
         self.alive = False
         self.closed = 0
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.cancelled: list[str] = []
-        self.die = False
+        self.die = self.silent = False
         self.refuse_start = False
         self.on_call: Callable[[str], None] = lambda call: None
 
@@ -62,6 +64,8 @@ class FakeJob:
             steps = int(self.arguments.get("steps", 2))
             for step in range(steps):
                 poll()
+                if self.pool.silent:
+                    continue
                 latent = torch.zeros(48, 32, 2, 2) if self.call == "sample" else None
                 on_event(self.pool.module.Progress(self.call, step + 1, steps, None, latent))
             on_event(self.pool.module.LogLine(0, "INFO", f"{self.call} is done"))
