@@ -57,13 +57,13 @@ def _elementwise(key: str, got: Tensor, expected: Tensor, limits: dict[str, floa
     if {"atol", "rtol"} & limits.keys():
         shares.append(difference / (limits.pop("atol", 0.0) + limits.pop("rtol", 0.0) * expected.double().abs()))
     if "max_ulp_bf16" in limits:
-        shares.append(_bf16_steps(got, expected) / limits.pop("max_ulp_bf16"))
+        shares.append(bf16_steps(got, expected) / limits.pop("max_ulp_bf16"))
     shares = [share.where(difference != 0, 0.0) for share in shares]
     worst = torch.stack(shares).amin(0)
     return Measure(f"{key}, share of the limit", worst.max().item() if worst.numel() else 0.0, 1.0)
 
 
-def _bf16_steps(got: Tensor, expected: Tensor) -> Tensor:
+def bf16_steps(got: Tensor, expected: Tensor) -> Tensor:
     """How many bf16 values lie between two tensors; infinite where `got` is not finite."""
     ordered = []
     for x in (got, expected):

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,6 +92,15 @@ def rel_l2(what: str, got: Tensor, expected: Tensor, tolerance: float) -> Measur
     norm = expected.double().norm().item()
     difference = (got.double() - expected.double()).norm().item()
     return Measure(what, difference / norm if norm else difference, tolerance)
+
+
+def close(what: str, got: Tensor, expected: Tensor, limits: Mapping[str, float]) -> Measure:
+    """|got - expected| <= atol + rtol·|expected|: the worst element as a share of what it is allowed."""
+    if got.shape != expected.shape:
+        return Measure(f"{what} shape {tuple(got.shape)} for {tuple(expected.shape)}", math.inf, 1.0)
+    difference = (got.double() - expected.double()).abs()
+    shares = (difference / (limits["atol"] + limits["rtol"] * expected.double().abs())).where(difference != 0, 0.0)
+    return Measure(f"{what}, share of the limit", shares.max().item() if shares.numel() else 0.0, 1.0)
 
 
 def find_cases(folder: Path) -> Iterator[Case]:

@@ -33,7 +33,8 @@ from ...magi2_core.refiner.prepare import RefinerPrepared, pack_refiner, prepare
 from ...magi2_core.refiner.stage import RefinerSettings, model_evaluate, noise_table, refine
 from ...magi2_core.refiner.window_attention import plan_windows, window_attention_
 from ...magi2_core.sampling.schedule import make_schedule
-from .replay import Case, Measure, equal, max_abs, rel_l2
+from .limits import bf16_steps
+from .replay import Case, Measure, close, equal, max_abs, rel_l2
 from .replay_sampling import wide_rows
 
 CPU = torch.device("cpu")
@@ -71,24 +72,11 @@ def both(what: str, got: Tensor, expected: Tensor, tolerance: Mapping[str, float
     ]
 
 
-def close(what: str, got: Tensor, expected: Tensor, tolerance: Mapping[str, float]) -> Measure:
-    """|got - expected| <= atol + rtol |expected|, as the part above the relative allowance against atol."""
-    if got.shape != expected.shape:
-        return Measure(f"{what} shape", math.inf, tolerance["atol"])
-    excess = (got.double() - expected.double()).abs() - tolerance["rtol"] * expected.double().abs()
-    return Measure(what, excess.clamp(min=0).max().item() if excess.numel() else 0.0, tolerance["atol"])
-
-
 def ulps(what: str, got: Tensor, expected: Tensor) -> Measure:
     """Distance in bf16 steps of values that were rounded to bf16, whatever they are stored in; one is allowed."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return Measure(f"{what} shape or dtype", math.inf, 1.0)
-
-    def ordinal(x: Tensor) -> Tensor:
-        bits = x.bfloat16().view(torch.int16).int()
-        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
-
-    return Measure(f"{what} in bf16 steps", float((ordinal(got) - ordinal(expected)).abs().max()), 1.0)
+    return Measure(f"{what} in bf16 steps", bf16_steps(got, expected).max().item(), 1.0)
 
 
 def run_norm_linear(case: Case) -> list[Measure]:

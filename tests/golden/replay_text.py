@@ -6,7 +6,6 @@ import base64
 import inspect
 import io
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,14 +13,18 @@ from statistics import median
 from typing import Any
 
 import torch
-from magi2_native.magi2_core.checkpoint.index import scan_folder
-from magi2_native.magi2_core.conditioning.caption_answer import caption_request, read_answer
-from magi2_native.magi2_core.conditioning.captions import CAPTIONS, Task, response_schema
-from magi2_native.magi2_core.conditioning.compact import normalise, render_compact
-from magi2_native.magi2_core.conditioning.endpoint import Answer, Endpoint
-from magi2_native.magi2_core.conditioning.enhance import Enhancer
-from magi2_native.magi2_core.conditioning.markdown import render_markdown
-from magi2_native.magi2_core.conditioning.markers import (
+from PIL import Image
+from safetensors import safe_open
+from torch import Tensor
+
+from ...magi2_core.checkpoint.index import scan_folder
+from ...magi2_core.conditioning.caption_answer import caption_request, read_answer
+from ...magi2_core.conditioning.captions import CAPTIONS, Task, response_schema
+from ...magi2_core.conditioning.compact import normalise, render_compact
+from ...magi2_core.conditioning.endpoint import Answer, Endpoint
+from ...magi2_core.conditioning.enhance import Enhancer
+from ...magi2_core.conditioning.markdown import render_markdown
+from ...magi2_core.conditioning.markers import (
     figure_number,
     insert_marker,
     marker_tokens,
@@ -29,16 +32,12 @@ from magi2_native.magi2_core.conditioning.markers import (
     picture_order,
     pool_markers,
 )
-from magi2_native.magi2_core.conditioning.parameters import SKIPPED_LAYERS
-from magi2_native.magi2_core.conditioning.text_encoder import TextEncoder
-from magi2_native.magi2_core.conditioning.tokenizer import PromptTokenizer, Tokens, extra_split
-from magi2_native.magi2_core.errors import RequestError
-from magi2_native.magi2_core.events import Silent
-from PIL import Image
-from safetensors import safe_open
-from torch import Tensor
-
-from .replay import Case, Measure, equal, rel_l2
+from ...magi2_core.conditioning.parameters import SKIPPED_LAYERS
+from ...magi2_core.conditioning.text_encoder import TextEncoder
+from ...magi2_core.conditioning.tokenizer import PromptTokenizer, Tokens, extra_split
+from ...magi2_core.errors import RequestError
+from ...magi2_core.events import Silent
+from .replay import Case, Measure, close, equal, rel_l2
 
 CHECKPOINT = "tiny_qwen35"
 
@@ -209,12 +208,7 @@ def _within(what: str, got: Tensor, expected: Tensor, tolerance: dict[str, Any])
     """A comparison by the kind of tolerance that the case states."""
     if "relative_l2_each_case" in tolerance:
         return rel_l2(what, got, expected, tolerance["relative_l2_each_case"])
-    if got.shape != expected.shape:
-        return Measure(f"{what} shape {tuple(got.shape)} for {tuple(expected.shape)}", math.inf, 1.0)
-    allowed = tolerance["atol"] + tolerance["rtol"] * expected.double().abs()
-    return Measure(
-        f"{what} part of its tolerance", ((got.double() - expected.double()).abs() / allowed).max().item(), 1.0
-    )
+    return close(what, got, expected, tolerance)
 
 
 def _check_depth(case: Case, item: dict[str, Any], encoder: TextEncoder) -> Measure:

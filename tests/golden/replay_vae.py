@@ -26,7 +26,7 @@ from ...magi2_core.codecs.wan_encoder import WanEncoder, WanEncoderConfig
 from ...magi2_core.errors import RequestError
 from ...magi2_core.sampling.geometry import clip_lengths, decoded_frames
 from ...stages.decode import image_from_frames
-from .replay import Case, Measure, equal, rel_l2
+from .replay import Case, Measure, close, equal, rel_l2
 
 
 def run(case: Case) -> list[Measure]:
@@ -35,14 +35,6 @@ def run(case: Case) -> list[Measure]:
         if case.name.startswith(family):
             return replay(case)
     raise ValueError(f"The codec case {case.name} is of no known family; known are {', '.join(FAMILIES)}.")
-
-
-def close(what: str, got: Tensor, expected: Tensor, atol: float, rtol: float) -> Measure:
-    """Largest difference in units of what is allowed, atol + rtol * |expected|; the tolerance is 1."""
-    if got.shape != expected.shape:
-        return Measure(f"{what} shape {tuple(got.shape)} for {tuple(expected.shape)}", math.inf, 1.0)
-    allowed = atol + rtol * expected.double().abs()
-    return Measure(what, ((got.double() - expected.double()).abs() / allowed).max().item(), 1.0)
 
 
 def load(build: Callable[[], nn.Module], case: Case, prefix: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -70,9 +62,9 @@ def run_wan_encoder(case: Case) -> list[Measure]:
         for kind, tensor in got.items():
             key = f"out.{kind}{found[1]}"
             if key in case.tensors:
-                measures.append(close(key, tensor, case.tensors[key], tolerance["atol"], tolerance["rtol"]))
+                measures.append(close(key, tensor, case.tensors[key], tolerance))
         recorded = {key: mid for key, mid in case.tensors.items() if key.startswith(f"mid.x{found[1]}.")}
-        measures += [close(key, wan_intermediate(encoder, x, key.rsplit(".", 1)[1]), mid, **tolerance)
+        measures += [close(key, wan_intermediate(encoder, x, key.rsplit(".", 1)[1]), mid, tolerance)
                      for key, mid in recorded.items()]
     return measures
 
@@ -136,11 +128,11 @@ def run_turbo(case: Case) -> list[Measure]:
             expected = t["out.x" + name[len("in.z"):]]
             got = decode_clip(decoder, z)
             strided = z.shape[2] >= 14  # long outputs are stored thinned out
-            measures.append(close(name, got[..., ::3, ::5] if strided else got, expected, **fp32))
+            measures.append(close(name, got[..., ::3, ::5] if strided else got, expected, fp32))
     for first in (True, False):
         if (key := f"out.dec_first_{int(first)}") in t:
-            measures.append(close(key, decoder(t["in.dec_z"], first), t[key], **fp32))
-    measures += [close(key, turbo_intermediate(decoder, t["in.dec_z"], key.rsplit(".", 1)[1]), mid, **fp32)
+            measures.append(close(key, decoder(t["in.dec_z"], first), t[key], fp32))
+    measures += [close(key, turbo_intermediate(decoder, t["in.dec_z"], key.rsplit(".", 1)[1]), mid, fp32)
                  for key, mid in t.items() if key.startswith("mid.dec_first_1.")]
     if "in.zb" in t:
         rounded = load(lambda: TurboDecoder(config), case, TURBO_PREFIX, torch.bfloat16)
@@ -177,12 +169,12 @@ def run_oobleck(case: Case) -> list[Measure]:
         wave = decoder(z)
         for key, got in ((f"out.wave_{length}", wave), (f"out.audio_{length}", to_real_time(wave)[0].T)):
             if key in case.tensors:
-                measures.append(close(key, got, case.tensors[key], tolerance["atol"], tolerance["rtol"]))
+                measures.append(close(key, got, case.tensors[key], tolerance))
         for key, mid in case.tensors.items():
             if layer := re.fullmatch(rf"mid\.lat_{length}\.layer(\d+)", key):
                 index = min(int(layer[1]), len(decoder.layers) - 1)  # the last one recorded is an identity
                 got = record(decoder.layers[index], partial(decoder, z))
-                measures.append(close(key, got, mid, tolerance["atol"], tolerance["rtol"]))
+                measures.append(close(key, got, mid, tolerance))
     return measures
 
 
@@ -192,7 +184,7 @@ def run_resample(case: Case) -> list[Measure]:
     for name, x in t.items():
         if found := re.fullmatch(r"in\.(\w+_\d+)", name):
             got = to_real_time(x.T).T
-            measures.append(close(name, got, t[f"out.{found[1]}"], tolerance["atol"], tolerance["rtol"]))
+            measures.append(close(name, got, t[f"out.{found[1]}"], tolerance))
     if "out.long" in t:
         k = torch.arange(512000, dtype=torch.float64)
         left, right = torch.zeros_like(k), torch.zeros_like(k)
@@ -200,7 +192,7 @@ def run_resample(case: Case) -> list[Measure]:
             left += 0.15 * torch.sin(2 * math.pi * hz * k / 51200 + 0.3 * i)
             right += 0.10 * torch.cos(2 * math.pi * hz * k / 51200 + 0.1 * i)
         got = to_real_time(torch.stack([left, right]).float()).T[t["in.long_index"]]
-        measures.append(close("long", got, t["out.long"], 5e-5, 0.0))
+        measures.append(close("long", got, t["out.long"], {"atol": 5e-5, "rtol": 0.0}))
     return measures
 
 
@@ -274,8 +266,8 @@ def run_image_fullsize(case: Case) -> list[Measure]:
         equal("place", [list(fit.place)], case.meta["paste_xy"]),
         equal("canvas", canvas[::23, ::29], t["mid.canvas_sample"]),
         equal("sample", pixels[0, :, 0, ::23, ::29], t["out.sample"].float()),
-        close("mean", pixels.double().mean(), t["out.mean"], 0.0, 1e-5),
-        close("standard deviation", pixels.double().std(), t["out.std"], 0.0, 1e-5),
+        close("mean", pixels.double().mean(), t["out.mean"], {"atol": 0.0, "rtol": 1e-5}),
+        close("standard deviation", pixels.double().std(), t["out.std"], {"atol": 0.0, "rtol": 1e-5}),
     ]
 
 
