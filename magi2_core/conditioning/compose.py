@@ -93,6 +93,10 @@ class CaptionForm:
         return not any(text.strip() for text in vars(self).values())
 
 
+# A line of speech in a caption, and when it starts; None without a time.
+_Line = tuple[float | None, dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class _Segment:
     start: float
@@ -127,7 +131,7 @@ def lay_over(form: CaptionForm, caption: dict[str, Any]) -> dict[str, Any]:
     filled = [path for name, path in _PLACES.items() if getattr(form, name).strip()]
     filled += [path for path, rows in ((_SUBJECTS, subjects), (_OBJECTS, objects), (_SPEAKERS, spoken)) if rows]
     if segments or spoken:
-        lines = [(start, line.model_dump()) for start, line in spoken] or _speech(_timeline(caption))
+        lines = spoken or _speech(_timeline(caption))
         if segments or not _timeline(caption):
             _put(caption, _TIMELINE, _get(made, _TIMELINE))
         _lay_speech(_timeline(caption), lines)
@@ -141,7 +145,7 @@ def _compose(
     subjects: Sequence[list[str]],
     objects: Sequence[list[str]],
     segments: Sequence[_Segment],
-    spoken: Sequence[tuple[float | None, DialogueLine]],
+    spoken: Sequence[_Line],
 ) -> dict[str, Any]:
     if spoken and not segments:
         segments = [_Segment(0.0, SECONDS, "")]
@@ -158,7 +162,7 @@ def _compose(
         audio_baseline=AudioBaseline(
             ambience=form.ambience.strip(),
             dialogue=Dialogue(
-                language=form.language.strip(), speaker_tags=list(dict.fromkeys(line.speaker for _, line in spoken))
+                language=form.language.strip(), speaker_tags=list(dict.fromkeys(line["speaker"] for _, line in spoken))
             ),
         ),
         objects_static=[_object(number, row) for number, row in enumerate(objects, 1)],
@@ -170,8 +174,10 @@ def _compose(
         alive_subjects_static=[_subject(number, row) for number, row in enumerate(subjects, 1)],
         camera_cinematography=CameraCinematography(overall_camera_style=form.camera.strip(), default_depth_of_field=""),
     )
-    dynamic = DynamicLayer(timeline_segments=[_timeline_segment(segment, segments, spoken) for segment in segments])
-    return T2VEnhanceResult(global_layer=layer, dynamic_layer=dynamic).model_dump()
+    dynamic = DynamicLayer(timeline_segments=[_timeline_segment(segment) for segment in segments])
+    caption = T2VEnhanceResult(global_layer=layer, dynamic_layer=dynamic).model_dump()
+    _lay_speech(_timeline(caption), spoken)
+    return caption
 
 
 def caption_prompt(caption: dict[str, Any], form: Form) -> str:
@@ -233,8 +239,7 @@ def _segments(text: str) -> list[_Segment]:
     return segments
 
 
-def _spoken(line: str, subjects: int) -> tuple[float | None, DialogueLine]:
-    """A line of speech and when it starts, None without a time."""
+def _spoken(line: str, subjects: int) -> _Line:
     timed = _TIMED.match(line)
     interval = _interval(timed, line) if timed else None
     match = _SPOKEN.match(timed[3] if timed else line)
@@ -248,7 +253,7 @@ def _spoken(line: str, subjects: int) -> tuple[float | None, DialogueLine]:
     text, _, delivery = match[2].partition("|")
     when = f"{_clock(interval[0])}-{_clock(interval[1])}" if interval else ""
     spoken = DialogueLine(timestamp=when, speaker=speaker, text=text.strip(), delivery=delivery.strip())
-    return (interval[0] if interval else None), spoken
+    return _start(when), spoken.model_dump()
 
 
 def _interval(match: re.Match[str], line: str) -> tuple[float, float]:
@@ -269,9 +274,7 @@ def _clock(seconds: float) -> str:
     return f"{tenths // 600:02d}:{tenths // 10 % 60:02d}.{tenths % 10}"
 
 
-def _timeline_segment(
-    segment: _Segment, segments: Sequence[_Segment], spoken: Sequence[tuple[float | None, DialogueLine]]
-) -> TimelineSegment:
+def _timeline_segment(segment: _Segment) -> TimelineSegment:
     still = CameraMovement(type="", direction="", intensity="")
     return TimelineSegment(
         segment_basic_info=SegmentBasicInfo(
@@ -284,18 +287,8 @@ def _timeline_segment(
         alive_subjects=[],
         text_render=[],
         causal_events=[],
-        audio=SegmentAudio(
-            dialogue_lines=[line for start, line in spoken if _segment_of(start, segments) is segment],
-            ambience_deltas=[],
-            special_audio_events=[],
-        ),
+        audio=SegmentAudio(dialogue_lines=[], ambience_deltas=[], special_audio_events=[]),
     )
-
-
-def _segment_of(start: float | None, segments: Sequence[_Segment]) -> _Segment:
-    """The segment in which a line of speech starts: the last that has begun, the first for one without a time."""
-    begun = [segment for segment in segments if start is not None and segment.start <= start]
-    return begun[-1] if begun else segments[0]
 
 
 def _get(caption: Any, path: Sequence[str]) -> Any:
@@ -320,7 +313,7 @@ def _timeline(caption: dict[str, Any]) -> list[dict[str, Any]]:
     return [segment for segment in segments if isinstance(segment, dict)] if isinstance(segments, list) else []
 
 
-def _speech(segments: Sequence[dict[str, Any]]) -> list[tuple[float | None, dict[str, Any]]]:
+def _speech(segments: Sequence[dict[str, Any]]) -> list[_Line]:
     """A caption's own lines of speech, each with its start, or its segment's."""
     lines = []
     for segment in segments:
@@ -332,8 +325,9 @@ def _speech(segments: Sequence[dict[str, Any]]) -> list[tuple[float | None, dict
     return lines
 
 
-def _lay_speech(segments: Sequence[dict[str, Any]], lines: Sequence[tuple[float | None, dict[str, Any]]]) -> None:
-    """Put each line into the last segment that has begun when it starts, and remove what was there."""
+def _lay_speech(segments: Sequence[dict[str, Any]], lines: Sequence[_Line]) -> None:
+    """Put each line into the last segment that has begun when it starts, the first for a line without a time, and
+    remove what was there."""
     for segment in segments:
         _put(segment, ("audio", "dialogue_lines"), [])
     for start, line in lines:
