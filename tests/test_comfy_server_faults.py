@@ -12,6 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from magi2_native.magi2_core.codecs.media import read_back
+from magi2_native.stages.latent import write_latent
 from magi2_native.tests.comfy_server.client import (
     files,
     latent_bytes,
@@ -19,6 +22,7 @@ from magi2_native.tests.comfy_server.client import (
     run,
     small_prompt,
     submit,
+    wait,
     wait_for_stage,
 )
 from magi2_native.tests.comfy_server.server import Server
@@ -92,27 +96,59 @@ def test_a_server_that_is_stopped_by_ctrl_c_ends_at_once(start_comfy: Callable[.
     assert_ended(workers)
 
 
-def test_64_mb_of_shared_memory_are_enough_or_the_error_says_what_is_needed(start_comfy: Callable[..., Server]) -> None:
+def test_64_mb_of_shared_memory_are_enough_for_67_mb_of_frames(
+    start_comfy: Callable[..., Server], comfy_base: Callable[[], Path]
+) -> None:
     unshare = shutil.which("unshare")
     script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     wrapper = [unshare or "", "--mount", "sh", "-c", script, "sh"]
     if unshare is None or subprocess.run([*wrapper, "true"], capture_output=True).returncode:
         pytest.skip("this machine does not allow a mount of its own")
-    server = start_comfy(wrapper=wrapper)
-    # 125 frames of 448x256 are 43 MB, and 110 MB as half a minute of sound and latents pass by as well
-    finished = run(server, small_prompt(width=448, height=256, steps=1))
-    assert files(server, finished)[node_of(small_prompt(), "SaveVideo")].stat().st_size > 0
+    base = comfy_base()
+    (base / "output").mkdir()
+    write_latent(
+        {"video": torch.randn(48, 32, 20, 35), "audio": torch.randn(250, 64), "meta": {}}, base / "output" / "big"
+    )
+    template = small_prompt()
+    loader, decode, save = (node_of(template, name) for name in ("Magi2LoadCheckpoint", "Magi2Decode", "SaveVideo"))
+    prompt = {
+        loader: template[loader],
+        "load": {"class_type": "Magi2LoadLatent", "inputs": {"latent": "big"}},
+        decode: {"class_type": "Magi2Decode", "inputs": {"model": [loader, 0], "latent": ["load", 0]}},
+        save: template[save],
+    }
+    server = start_comfy(base=base, wrapper=wrapper)
+    finished = wait(server, submit(server, prompt), 280)
+    assert finished.status == "success", finished.error
+    facts = read_back(files(server, finished)[save])
+    assert (facts.frames, facts.width, facts.height) == (125, 560, 320)
+
+
+def break_packages(folder: Path, names: tuple[str, ...], error: str) -> dict[str, str]:
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise {error}")
+    return {"PYTHONPATH": str(folder)}
 
 
 def test_broken_optional_packages_do_not_matter(start_comfy: Callable[..., Server], tmp_path: Path) -> None:
-    broken = "OSError('libcudart.so.13: cannot open shared object file')"
-    # ComfyUI itself imports flash_attn, and survives only an ImportError of it
-    for name, error in (("flash_attn", "ImportError('wrong torch')"), ("openai", broken), ("diffusers", broken)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"raise {error}")
-    server = start_comfy(environment={"PYTHONPATH": str(tmp_path)})
+    error = "OSError('libcudart.so.13: cannot open shared object file')"
+    server = start_comfy(environment=break_packages(tmp_path, ("openai", "diffusers"), error))
     assert "IMPORT FAILED" not in server.log
     run(server, small_prompt())
+
+
+def test_a_broken_package_that_is_needed_is_named_when_it_is_needed(
+    start_comfy: Callable[..., Server], tmp_path: Path
+) -> None:
+    # transformers imports flash_attn where it finds one, and so does ComfyUI, which survives an ImportError only
+    server = start_comfy(environment=break_packages(tmp_path, ("flash_attn",), "ImportError('made for another torch')"))
+    assert "IMPORT FAILED" not in server.log
+    assert "Magi2EncodePrompt" in server.get("/object_info")
+    finished = wait(server, submit(server, small_prompt()))
+    assert finished.status == "error"
+    assert "transformers" in finished.error
+    assert "made for another torch" in finished.error
 
 
 def test_workers_never_run_comfyui_again_nor_see_its_modules(comfy: Server) -> None:
