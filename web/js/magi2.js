@@ -63,6 +63,8 @@ app.registerExtension({
     { id: "Magi2.StopWorkers", label: "MAGI-2: stop workers", function: () => post("/magi2/stop") },
   ],
   setup() {
+    // the page complains about an event that nobody listens to, and the panel listens only while it is open
+    api.addEventListener("magi2.status", () => {});
     let close = () => {};
     app.extensionManager.registerSidebarTab({
       id: "magi2",
