@@ -48,8 +48,12 @@ def enhance_prompt(
     picture = None if image is None else _picture(image)
     try:
         enhancer = _enhancer_of(folders.user)
-    except (RequestError, MissingDependencyError) as error:
-        enhanced = _as_it_is(prompt, on_failure, error, events)
+    except RequestError as error:
+        if on_failure == "stop":
+            raise
+        from ..magi2_core.conditioning.enhance import as_it_is
+
+        enhanced = as_it_is(prompt, error, events)
     else:
         wish = str(variation) if variation else ""
         enhanced = enhancer.enhance(
@@ -120,13 +124,3 @@ def _enhancer(endpoint: Endpoint, user: Path | None) -> Enhancer:
             f"Enhancing a prompt needs the package pydantic: {error}. Install it with: pip install pydantic"
         ) from error
     return Enhancer(endpoint, texts_folder=user, cache_folder=user / CACHE_FOLDER if user is not None else None)
-
-
-def _as_it_is(prompt: str, on_failure: str, error: Exception, events: Events) -> Enhanced:
-    if on_failure == "stop":
-        raise error
-    from ..magi2_core.conditioning.enhance import Enhanced
-
-    warning = f"The prompt was used as it is, without enhancement. {error}"
-    events.log(warning)
-    return Enhanced(prompt, None, (warning,))

@@ -60,6 +60,13 @@ class Enhanced:
         return "" if self.caption is None else json.dumps(self.caption, ensure_ascii=False, indent=2)
 
 
+def as_it_is(prompt: str, error: Exception, events: Events) -> Enhanced:
+    """Pass a prompt on unchanged, and say why."""
+    warning = f"The prompt was used as it is, without enhancement. {error}"
+    events.log(warning)
+    return Enhanced(prompt, None, (warning,))
+
+
 def instruction(task: Task, user_folder: Path | None = None) -> str:
     """The instruction template of a task, the user's own if there is one; it must have a place for the prompt."""
     name = INSTRUCTION_FILES[task]
@@ -112,9 +119,7 @@ class Enhancer:
         except (RequestError, MissingDependencyError) as error:
             if on_failure == "stop":
                 raise
-            warning = f"The prompt was used as it is, without enhancement. {error}"
-        events.log(warning)
-        return Enhanced(prompt, None, (warning,))
+            return as_it_is(prompt, error, events)
 
     def _enhance(self, task: Task, request: dict[str, Any], events: Events) -> Enhanced:
         key = self._cache_key(request)
