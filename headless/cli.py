@@ -12,36 +12,67 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from ..distributed.layout import LayoutError
 from ..distributed.pool import PoolError
-from ..magi2_core.errors import Magi2Error
+from ..magi2_core.checkpoint.miniature import MiniatureSize, write_miniature
+from ..magi2_core.errors import Magi2Error, RequestError
 from ..magi2_core.sampling.guidance import GuidanceSettings
 from .terminal import JsonEvents, TerminalEvents, write_json
 
-INTERRUPTED = 130
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class _Terminated(KeyboardInterrupt):
+    """A supervisor's SIGTERM: it unwinds like Ctrl-C, so that no partial file and no worker stays behind."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run the command line and return the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 ended."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    # a supervisor's SIGTERM unwinds like Ctrl-C, so that no partial file and no worker stays behind
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    as_json = getattr(options, "json", False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_Lines()])
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return options.run(options)
+    except _Terminated:
+        return _failed("Ended by SIGTERM; nothing was written.", options, 128 + signal.SIGTERM)
     except KeyboardInterrupt:
-        return _failed("Interrupted; nothing was written.", as_json, INTERRUPTED)
+        return _failed("Interrupted; nothing was written.", options, INTERRUPTED)
     except (Magi2Error, LayoutError, PoolError) as error:
-        return _failed(str(error), as_json, 1)
+        return _failed(str(error), options, 1)
+    except Exception as error:
+        if not _as_json(options):
+            raise
+        logging.getLogger("magi2").exception("This is a fault of the program:")
+        return _failed(f"{type(error).__name__}: {error}", options, 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _failed(sentence: str, as_json: bool, code: int) -> int:
-    if as_json:
+def _terminate(*_: object) -> None:
+    raise _Terminated
+
+
+def _as_json(options: argparse.Namespace) -> bool:
+    return getattr(options, "json", False)
+
+
+def _failed(sentence: str, options: argparse.Namespace, code: int) -> int:
+    if _as_json(options):
         write_json({"event": "error", "text": sentence})
     else:
-        print(f"\n{sentence}", file=sys.stderr)
+        print(sentence, file=sys.stderr)
     return code
+
+
+class _Lines(logging.Handler):
+    """Log records on stderr, above a progress bar; what workers say arrives as events already."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if not text.startswith("[rank "):
+            tqdm.write(text, file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,6 +123,7 @@ def _add_generate(commands: Any) -> None:
     machine.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     machine.add_argument("--residency", default="auto", choices=["auto", "keep", "swap"],
                          help="swap: one network on a device at a time")
+    machine.add_argument("--start-anyway", action="store_true", help="start though the plan does not fit into memory")
     machine.add_argument("--refiner-residual", default="float32", choices=["float32", "bfloat16"],
                          help="bfloat16 saves memory in the second stage and loses some precision")
     add("--json", action="store_true", help="progress and result as JSON lines on stdout")
@@ -101,7 +133,7 @@ def _generate(options: argparse.Namespace) -> int:
     from ..magi2_core.memory.plan import make_plan
     from ..magi2_core.refiner.stage import RefinerSettings
     from ..magi2_core.sampling.denoise import SamplingSettings
-    from .generate import ClipRequest, check_request, generate
+    from .generate import ClipRequest, generate
     from .session import open_session
 
     guidance = GuidanceSettings(**{field.name: getattr(options, field.name) for field in fields(GuidanceSettings)})
@@ -112,9 +144,10 @@ def _generate(options: argparse.Namespace) -> int:
         settings=SamplingSettings(options.steps, options.shift, guidance),
         refiner=RefinerSettings(steps=options.refiner_steps), output_size=options.output_size, crf=options.crf,
     )
-    check_request(request)
     plan = make_plan(options.checkpoint, layout=options.layout, devices=devices(options.device, options.workers),
                      dtype=options.dtype, residency=options.residency, refiner_residual=options.refiner_residual)
+    if plan.shortage and not options.start_anyway:
+        raise RequestError(f"{plan.describe()}\nGive --start-anyway to try it all the same.")
     with JsonEvents() if options.json else TerminalEvents() as events:
         events.log(plan.describe())
         with open_session(plan) as session:
@@ -129,8 +162,6 @@ def _generate(options: argparse.Namespace) -> int:
 
 def read_prompt(text: str | None, file: Path | None) -> str:
     """The prompt from the command line or from a UTF-8 file, whose surrounding white space is dropped (30 §14)."""
-    from ..magi2_core.errors import RequestError
-
     if (text is None) == (file is None):
         raise RequestError("Give the prompt with --prompt or with --prompt-file, and not with both.")
     if text is not None:
@@ -152,8 +183,6 @@ def size(text: str) -> tuple[int, int]:
 
 def devices(names: str | None, workers: int | None) -> list[str] | None:
     """The device list of a plan: the named ones, repeated for the workers where it is the CPU alone."""
-    from ..magi2_core.errors import RequestError
-
     listed = [name.strip() for name in names.split(",") if name.strip()] if names is not None else None
     if workers is None:
         return listed
@@ -274,13 +303,15 @@ def _add_miniature(commands: Any) -> None:
     command.set_defaults(run=_miniature)
     command.add_argument("checkpoint", type=Path, help="the folder to write; it must not exist, or be empty")
     command.add_argument("--seed", type=int, default=0)
+    dimensions = command.add_argument_group("dimensions", (MiniatureSize.__doc__ or "").partition("\n\n")[2])
+    for field in fields(MiniatureSize):
+        dimensions.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, help=" ")
 
 
 def _miniature(options: argparse.Namespace) -> int:
-    from ..magi2_core.checkpoint.miniature import write_miniature
-
-    write_miniature(options.checkpoint, seed=options.seed)
-    print(options.checkpoint)
+    size = MiniatureSize(**{field.name: getattr(options, field.name) for field in fields(MiniatureSize)})
+    with TerminalEvents() as events:
+        print(write_miniature(options.checkpoint, options.seed, size, events=events))
     return 0
 
 
@@ -299,7 +330,6 @@ def _add_enhance(commands: Any) -> None:
 def _enhance(options: argparse.Namespace) -> int:
     from ..magi2_core.conditioning.endpoint import find_endpoint
     from ..magi2_core.conditioning.enhance import Enhancer
-    from ..magi2_core.errors import RequestError
 
     endpoint = find_endpoint(options.settings)
     if endpoint is None:

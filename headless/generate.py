@@ -13,15 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..magi2_core.codecs.media import DEFAULT_CRF, check_output_path, read_back
-from ..magi2_core.codecs.picture import read_picture
+from ..magi2_core.checkpoint.inspect import require
+from ..magi2_core.codecs.media import DEFAULT_CRF, check_output_path, check_video, read_back
+from ..magi2_core.codecs.picture import read_picture, stack_pictures
 from ..magi2_core.conditioning.negative import default_negative_prompt
-from ..magi2_core.errors import RequestError
 from ..magi2_core.events import Events
+from ..magi2_core.memory.plan import Plan
 from ..magi2_core.refiner.stage import RefinerSettings
 from ..magi2_core.sampling.denoise import SamplingSettings
-from ..magi2_core.sampling.geometry import PREVIEW_FPS, orient, reference_size, tier
-from ..magi2_core.sampling.noise import check_seed
+from ..magi2_core.sampling.geometry import PREVIEW_FPS, orient, reference_grid, tier
+from ..magi2_core.sampling.noise import check_noise_device, check_seed
+from ..magi2_core.sampling.schedule import make_schedule
+from ..stages.prompt import check_prompt
 from .session import Session
 
 
@@ -65,27 +68,51 @@ class Clip:
     seconds: dict[str, float]
 
 
-def check_request(request: ClipRequest) -> tuple[int, int]:
-    """Find everything that can be found before any weight is read; return the generated width and height.
+@dataclass(frozen=True)
+class Checked:
+    """What a request comes to: the size that is generated, the refined one or None, its pictures, and its file."""
 
-    Raises RequestError for an empty prompt, a bad seed, size or picture, or an output path that cannot be written.
+    size: tuple[int, int]
+    refined: tuple[int, int] | None
+    pictures: list[Tensor]
+    output: Path
+
+
+def check_request(request: ClipRequest, plan: Plan) -> Checked:
+    """Find everything that can be found before workers start and weights are read.
+
+    Raises RequestError for a prompt that cannot be encoded, a bad seed, schedule, size or picture, or an output that
+    cannot be written, and CheckpointError if the checkpoint lacks a part that the request takes, or it is damaged.
     """
-    if not request.prompt.strip():
-        raise RequestError("The prompt is empty; describe what the clip should show and sound like.")
+    check_prompt(request.prompt, negative_prompt(request))
     check_seed(request.seed)
-    width, height = orient(tier(request.resolution).preview, request.orientation)
-    if request.output_size is not None and (min(request.output_size) < 2 or any(s % 2 for s in request.output_size)):
-        raise RequestError(f"The output size is {request.output_size}; both sides must be even and at least 2.")
-    check_output_path(request.output)
-    return width, height
+    check_noise_device(request.noise_device, "cpu" if "cpu" in plan.devices else "cuda")
+    make_schedule(request.settings.steps, request.settings.shift)
+    chosen = tier(request.resolution)
+    size, refined = (each and orient(each, request.orientation) for each in (chosen.preview, chosen.refined))
+    assert size is not None
+    check_video(*(request.output_size or refined or size), request.crf)
+    output = check_output_path(request.output)
+    pictures = [torch.from_numpy(np.array(read_picture(path))) for path in request.images]
+    grids = [reference_grid(picture.shape[1], picture.shape[0], *size) for picture in pictures]
+    if grids:
+        stack_pictures([torch.empty(1, 48, 1, *grid, device="meta") for grid in grids])
+    takes = {"I2VA": bool(pictures), "1080p": refined is not None}
+    require(plan.checkpoint, ["T2VA", *(name for name, needed in takes.items() if needed)])
+    return Checked(size, refined, pictures, output)
+
+
+def negative_prompt(request: ClipRequest) -> str:
+    """The request's own negative prompt, or the built-in one."""
+    return default_negative_prompt() if request.negative_prompt is None else request.negative_prompt
 
 
 def generate(request: ClipRequest, session: Session, events: Events) -> Clip:
-    """Make one clip. Nothing is left under the final name if it fails or is cancelled."""
-    width, height = check_request(request)
-    pictures = [_pixels(path) for path in request.images]
-    for picture in pictures:
-        reference_size(picture.shape[1], picture.shape[0], width, height)
+    """Make one clip. Raises as `check_request` before the work; nothing is left under the final name if it fails or is
+    cancelled.
+    """
+    checked = check_request(request, session.plan)
+    width, height = checked.size
     seconds: dict[str, float] = {}
 
     def run(call: str, **arguments: Any) -> dict[str, Any]:
@@ -94,31 +121,24 @@ def generate(request: ClipRequest, session: Session, events: Events) -> Clip:
         seconds[call] = round(time.monotonic() - started, 3)
         return result
 
-    negative = default_negative_prompt() if request.negative_prompt is None else request.negative_prompt
-    text = run("encode_text", prompt=request.prompt, negative_prompt=negative,
-               figures=list(range(1, len(pictures) + 1)))
-    for warning in text["warnings"]:
-        events.log(warning)
-    images = run("encode_image", pictures=pictures, width=width, height=height)["latents"] if pictures else None
-    latent = run("sample", features=text["features"], null_features=text["null_features"], markers=text["markers"],
-                 image_latents=images, width=width, height=height, seed=request.seed,
-                 noise_device=request.noise_device, steps=request.settings.steps, shift=request.settings.shift,
-                 guidance=asdict(request.settings.guidance))
+    figures = list(range(1, len(checked.pictures) + 1))
+    text = run("encode_text", prompt=request.prompt, negative_prompt=negative_prompt(request), figures=figures)
+    features = {name: text[name] for name in ("features", "null_features")}
+    noise = {"seed": request.seed, "noise_device": request.noise_device}
+    images = None
+    if checked.pictures:
+        images = run("encode_image", pictures=checked.pictures, width=width, height=height)["latents"]
+    latent = run("sample", **features, markers=text["markers"], image_latents=images, width=width, height=height,
+                 **noise, **asdict(request.settings))
     sound = run("decode_audio", audio=latent["audio"])
     video, fps = latent["video"], Fraction(PREVIEW_FPS)
-    if (refined := tier(request.resolution).refined) is not None:
-        target = dict(zip(("width", "height"), orient(refined, request.orientation), strict=True))
-        video = run("refine", video=video, audio=latent["audio"], features=text["features"],
-                    null_features=text["null_features"], seed=request.seed, noise_device=request.noise_device,
+    if checked.refined is not None:
+        target = dict(zip(("width", "height"), checked.refined, strict=True))
+        video = run("refine", video=video, audio=latent["audio"], **features, **noise,
                     settings={**asdict(request.refiner), **target})["video"]
         fps = 2 * fps
     run("write_clip", video=video, waveform=sound["waveform"], sample_rate=sound["sample_rate"],
-               path=str(request.output.absolute()), crf=request.crf, fps=str(fps),
-        size=request.output_size)
-    facts = read_back(request.output)
-    return Clip(request.output, facts.frames, facts.width, facts.height, str(facts.frame_rate), facts.samples,
+        path=str(checked.output), crf=request.crf, fps=str(fps), size=request.output_size)
+    facts = read_back(checked.output)
+    return Clip(checked.output, facts.frames, facts.width, facts.height, str(facts.frame_rate), facts.samples,
                 facts.sample_rate, request.seed, text["tokens"], text["truncated"], tuple(text["warnings"]), seconds)
-
-
-def _pixels(path: Path) -> Tensor:
-    return torch.from_numpy(np.array(read_picture(path)))

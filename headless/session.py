@@ -13,7 +13,10 @@ from ..stages.session import pool_spec, run_on_pool
 
 
 class Session(Protocol):
-    """Runs engine calls (see Engine.run) one after the other."""
+    """Runs engine calls (see Engine.run) one after the other; `plan` is what it was opened for."""
+
+    @property
+    def plan(self) -> Plan: ...
 
     def run(self, call: str, arguments: dict[str, Any], events: Events) -> dict[str, Any]:
         """Run one call and return its result; what `events.check` raises stops it and passes through."""
@@ -27,6 +30,7 @@ class LocalSession:
     """One rank, in this process."""
 
     def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self._engine = make_engine(plan.to_dict())
 
     def run(self, call: str, arguments: dict[str, Any], events: Events) -> dict[str, Any]:
@@ -40,9 +44,10 @@ class LocalSession:
 
 
 class PoolSession:
-    """A pool of worker processes that lives as long as the session."""
+    """A pool of worker processes, started by the first call, that lives as long as the session."""
 
     def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self._pool = Pool(pool_spec(plan))
 
     def run(self, call: str, arguments: dict[str, Any], events: Events) -> dict[str, Any]:

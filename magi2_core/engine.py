@@ -20,7 +20,7 @@ from .checkpoint.folder import TEXT_ENCODER, CheckpointFolder
 from .checkpoint.loader import load_module
 from .checkpoint.network import Network
 from .codecs.frames import resize, to_uint8
-from .codecs.media import Sound, write_video
+from .codecs.media import Sound, VideoWriter
 from .codecs.oobleck_decoder import OobleckDecoder
 from .codecs.picture import prepare_picture, stack_pictures
 from .codecs.resample import to_real_time
@@ -39,9 +39,9 @@ from .memory.plan import Plan
 from .refiner.model import RefinerTransformer, refiner_parallel
 from .refiner.stage import RefinerSettings, model_evaluate, refine
 from .sampling.denoise import Evaluate, SamplingSettings, denoise
-from .sampling.geometry import clip_lengths, decoded_frames, latent_grid
+from .sampling.geometry import SPATIAL_STRIDE, clip_lengths, decoded_frames, latent_grid
 from .sampling.guidance import GuidanceSettings
-from .sampling.noise import draw_noise, noise_generator
+from .sampling.noise import check_noise_device, draw_noise, noise_generator
 from .sampling.packing import Conditions, pack_request, pack_tokens, unpack
 
 Result = dict[str, Any]
@@ -114,12 +114,20 @@ class Engine:
         return {}
 
     def _stage(self, stage: str, events: Events) -> Any:
-        """The network of a stage, loaded if it is not there; under "swap" the others leave first."""
+        """The network of a stage, loaded if it is not there."""
+        self._make_room(stage, events)
         if stage not in self._loaded:
-            if self.plan.residency == "swap":
-                self.release(events, stages=[other for other in self._loaded if other != stage])
             self._loaded[stage] = self._makers[stage](events)
         return self._loaded[stage]
+
+    def _make_room(self, stage: str, events: Events) -> None:
+        """Under "swap", let go of every network but the one of this stage.
+
+        Ranks without a part in the stage do it too: all ranks hold the same parts of what they hold together, so that
+        they load it again, and pass the check points of loading, together.
+        """
+        if self.plan.residency == "swap":
+            self.release(events, stages=[other for other in self._loaded if other != stage])
 
     def _filled(self, build: Callable[[], nn.Module], network: Network, events: Events, **load: Any) -> Any:
         with torch.device("meta"):
@@ -171,6 +179,7 @@ class Engine:
 
     def encode_text(self, events: Events, *, prompt: str, negative_prompt: str, figures: Sequence[int]) -> Result:
         """Both prompts to features [L, 5120] bf16, and one marker vector for each picture number (30)."""
+        self._make_room("text_encoder", events)
         if not self.leads:
             return {}
         encoder = self._stage("text_encoder", events)
@@ -187,6 +196,7 @@ class Engine:
 
     def encode_image(self, events: Events, *, pictures: Sequence[Tensor], width: int, height: int) -> Result:
         """Pictures uint8 [H, W, 3] to latents [M, 48, h, w] fp32 for a clip of width x height (40 §1)."""
+        self._make_room("image_encoder", events)
         if not self.leads:
             return {}
         from PIL import Image
@@ -229,8 +239,8 @@ class Engine:
         )
         if not settings.guidance.use_ref_for_uncond:
             unconditional = unconditional.without_picture_content()
-        model = self._stage("preview", events)
         draw = self._drawer(seed, noise_device)
+        model = self._stage("preview", events)
         video = draw((1, self.config.video_in_channels, *grid))
         audio = draw((1, audio_length, self.config.audio_in_channels))
         evaluate = self._evaluator(model, grid, audio_length, [conditional, unconditional], events)
@@ -242,8 +252,9 @@ class Engine:
         """What draws the clip's noise, one tensor after the other, on this rank's device.
 
         On the CPU every rank draws for itself, because all get the same numbers; on GPUs the first rank draws and sends
-        (20 §2).
+        (20 §2). RequestError for a bad seed, or for noise of a GPU where none is used.
         """
+        check_noise_device(noise_device, self.device.type)
         generator = noise_generator(seed, noise_device if noise_device == "cpu" else str(self.device))
         group = None if noise_device == "cpu" else self.parallel.replica_group
         return lambda shape: broadcast(draw_noise(shape, generator).to(self.device), group)
@@ -284,9 +295,9 @@ class Engine:
         The noise continues the clip's own: first the preview's two draws from the seed, then these (20 §2, 50 §9).
         """
         options = RefinerSettings(**settings)
-        model = self._stage("refiner", events)
         frames, length = video.shape[1], audio.shape[0]
         draw = self._drawer(seed, noise_device)
+        model = self._stage("refiner", events)
         for shape in ((1, *video.shape), (1, *audio.shape)):
             draw(shape)
         evaluate = model_evaluate(model, options, frames, length, features, null_features, events)
@@ -341,27 +352,33 @@ class Engine:
 
     def decode_audio(self, events: Events, *, audio: Tensor) -> Result:
         """A latent [L, 64] to a waveform [2, samples] fp32 at 44100 Hz (40 §5)."""
+        self._make_room("audio_decoder", events)
         if not self.leads:
             return {}
         decoder = self._stage("audio_decoder", events)
-        events.check()
-        wave = decoder(audio.T[None].to(self.device, torch.float32))[0]
+        wave = decoder(audio.T[None].to(self.device, torch.float32), events)[0]
         events.progress("decode_audio", 1, 1)
         return {"waveform": to_real_time(wave).cpu(), "sample_rate": decoder.config.sample_rate}
 
     def write_clip(
-        self, events: Events, *, video: Tensor, waveform: Tensor, sample_rate: int, path: str, crf: int, fps: str,
-        size: Sequence[int] | None = None,
+        self, events: Events, *, video: Tensor, waveform: Tensor | None, sample_rate: int, path: str, crf: int,
+        fps: str, size: Sequence[int] | None = None,
     ) -> Result:  # fmt: skip
-        """Decode a latent [48, T, H, W] straight into an mp4 file with its sound: one window of frames is in memory at
-        a time (40 §7). `size` (width, height) rescales the frames. Nothing is left under the final name if it fails
-        or is cancelled.
+        """Decode a latent [48, T, H, W] straight into an mp4 file, with its sound unless that is None: one window of
+        frames is in memory at a time (40 §7). `size` (width, height) rescales the frames. Nothing is left under the
+        final name if it fails or is cancelled.
         """
+        sound = None if waveform is None else Sound(waveform, sample_rate)
+        width, height = size or (SPATIAL_STRIDE * video.shape[3], SPATIAL_STRIDE * video.shape[2])
+        # made on every rank, so that all refuse what cannot be written, before the work
+        writer = VideoWriter(path, width, height, Fraction(fps), sound, crf)
         blocks = self._frame_blocks(video, events)
-        if size is not None:
-            blocks = (resize(block, *size) for block in blocks)
         if self.leads:
-            write_video(path, blocks, Fraction(fps), Sound(waveform, sample_rate), crf)
+            # the others pass no check points between frames
+            alone = events if self.parallel.replica_group is None else None
+            with writer:
+                for block in blocks:
+                    writer.write(resize(block, width, height) if size else block, alone)
         return {}
 
 

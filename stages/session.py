@@ -36,7 +36,8 @@ def run_on_pool(pool: Pool, call: str, arguments: dict[str, Any], events: Events
         match event:
             case Progress():
                 events.progress(event.stage, event.step, event.total, event.latent)
-            case LogLine():
+            # what all ranks of a replica say alike is heard once, warnings always
+            case LogLine() if event.level != "INFO" or event.rank % pool.spec.layout.replica == 0:
                 events.log(event.text)
 
     try:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from magi2_native.tests.comfy_server.server import Server, comfyui_root, start_server
+
+if TYPE_CHECKING:
+    from magi2_native.tests.miniatures import Encoded
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +21,23 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint") / "MAGI-2-Preview"
     write_miniature(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The smallest checkpoint that goes every way, written once."""
+    from magi2_native.magi2_core.checkpoint.miniature import write_miniature
+    from magi2_native.tests.miniatures import TINY
+
+    return write_miniature(tmp_path_factory.mktemp("checkpoint") / "tiny", size=TINY)
+
+
+@pytest.fixture(scope="session")
+def encoded(tiny: Path) -> Encoded:
+    """A prompt and a picture, encoded once by the tiny checkpoint."""
+    from magi2_native.tests.miniatures import encode, tiny_engine
+
+    return encode(tiny_engine(tiny).run)
 
 
 @pytest.fixture(scope="session")

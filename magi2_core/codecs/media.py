@@ -122,7 +122,9 @@ class VideoWriter:
         timescale = self.sound.sample_rate if self.sound else 90000
         options = {"movflags": "+faststart", "max_interleave_delta": "0", "movie_timescale": str(timescale)}
         self._container = self._av.open(str(self._part), "w", format="mp4", options=options)
-        self._video = self._container.add_stream("libx264", rate=self.frame_rate, options={"crf": str(self.crf)})
+        # 80 line 27: macroblock-tree rate control reads memory that nobody wrote, so that equal frames gave other bytes
+        coding = {"crf": str(self.crf), "x264-params": "mbtree=0"}
+        self._video = self._container.add_stream("libx264", rate=self.frame_rate, options=coding)
         self._video.width, self._video.height, self._video.pix_fmt = self.width, self.height, "yuv420p"
         if self.sound is not None:
             self._write_sound(self.sound)

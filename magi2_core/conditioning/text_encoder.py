@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,7 +92,7 @@ class TextEncoder:
         """
         if any(not ids for ids in prompts):
             raise RequestError("The prompt is empty: it has no text that could be encoded.")
-        with SafetensorsReader(self.entries) as reader:
+        with SafetensorsReader(self.entries) as reader, _without_advice():
             streams = [self._embed(reader, ids) for ids in prompts]
             ropes = [self._qwen.rope(x_1LD) for x_1LD in streams]
             for index in range(self.layers):
@@ -155,6 +156,18 @@ class _Qwen:
         positions_31L = torch.arange(x_1LD.shape[1], device=x_1LD.device).expand(3, 1, -1)
         cos, sin = self._rotary.to(x_1LD.device)(x_1LD, positions_31L)
         return cos, sin
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep transformers from advising to install kernels, for a text that takes seconds once."""
+    advisor = logging.getLogger("transformers.integrations.hub_kernels")
+    before = advisor.level
+    advisor.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        advisor.setLevel(before)
 
 
 def _import_qwen() -> tuple[Any, Any, Any]:

@@ -32,8 +32,8 @@ HEADROOM = 1 << 30  # the CUDA context, allocator slack, communication buffers
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank: its device, the transformer bytes it holds, the bytes a 540p forward needs beside them, and the
-    device's memory."""
+    """One rank: its device, the transformer bytes it holds, the bytes a 540p forward needs beside them, and its memory:
+    the device's, or on the CPU an equal part of the host's."""
 
     device: str
     weights: int
@@ -89,13 +89,23 @@ class Plan:
     def shortage(self) -> str | None:
         """A sentence naming the first rank whose device is too small, or None if everything fits."""
         for number, rank in enumerate(self.ranks):
-            memory = rank.memory // self.devices.count("cpu") if rank.device == "cpu" else rank.memory
-            if rank.needed > memory:
+            if rank.needed > rank.memory:
                 return (
-                    f"Rank {number} needs {_gb(rank.needed)} on {rank.device} and {_gb(memory)} are there. "
+                    f"Rank {number} needs {_gb(rank.needed)} on {rank.device} and {_gb(rank.memory)} are there. "
                     "Use more devices, so that each holds a smaller share of the experts."
                 )
         return None
+
+    @property
+    def difference(self) -> str | None:
+        """A sentence about devices of unequal memory, or None: equal shares mean that the smallest decides."""
+        small, large = (pick(self.ranks, key=lambda rank: rank.memory) for pick in (min, max))
+        if small.memory == large.memory:
+            return None
+        return (
+            f"The devices differ: {small.device} has {_gb(small.memory)} and {large.device} has {_gb(large.memory)}; "
+            "every rank holds an equal share, so the smaller one decides."
+        )
 
     def describe(self) -> str:
         """The plan in a few lines, for people."""
@@ -105,7 +115,7 @@ class Plan:
             f"{_gb(rank.memory)} there"
             for i, rank in enumerate(self.ranks)
         ]
-        lines.append(f"  {self.shortage or 'This fits.'}")
+        lines += [f"  {sentence}" for sentence in (self.difference, self.shortage or "This fits.") if sentence]
         return "\n".join(lines)
 
 
@@ -120,8 +130,9 @@ def make_plan(
 ) -> Plan:
     """Plan how `checkpoint` runs on `devices` (None: every GPU, or one CPU rank).
 
-    layout: "auto", or as ParallelLayout.parse reads it. dtype: "bfloat16" or "float32". Raises RequestError,
-    LayoutError or CheckpointError; whether the plan fits into memory is for the caller to ask (`Plan.shortage`).
+    layout: "auto", or as ParallelLayout.parse reads it; one that takes fewer devices than there are takes the first.
+    dtype: "bfloat16" or "float32". Raises RequestError, LayoutError or CheckpointError; whether the plan fits into
+    memory is for the caller to ask (`Plan.shortage`).
     """
     if residency not in RESIDENCIES:
         raise RequestError(f"residency is {residency!r}; it must be one of {', '.join(RESIDENCIES)}.")
@@ -134,7 +145,10 @@ def make_plan(
     shape = model_shape(config)
     parallel = _auto_layout(shape, len(names)) if layout == "auto" else ParallelLayout.parse(layout)
     check_layout(parallel, shape, len(names))
-    ranks = tuple(_plan_rank(config, parallel, rank, names[rank]) for rank in range(parallel.world))
+    if layout == "auto" and devices is not None and parallel.world < len(names):
+        raise RequestError(_uneven(shape, len(names)))
+    names = names[: parallel.world]
+    ranks = tuple(_plan_rank(config, parallel, rank, names) for rank in range(parallel.world))
     if residency == "auto":
         room = min(rank.memory - rank.needed for rank in ranks)
         residency = "keep" if room > _beside(folder) else "swap"
@@ -164,10 +178,19 @@ def _auto_layout(shape: ModelShape, devices: int) -> ParallelLayout:
     return max(candidates, key=lambda layout: layout.sp)
 
 
-def _plan_rank(config: PreviewConfig, layout: ParallelLayout, rank: int, device: str) -> RankPlan:
+def _uneven(shape: ModelShape, devices: int) -> str:
+    counts = ", ".join(str(layout.sp) for layout in legal_layouts(shape, devices) if layout.tp == layout.cfg == 1)
+    return (
+        f"{devices} devices are asked for, but this model's heads divide over {counts} of them. Ask for one of these "
+        "numbers, or choose a layout, which may be smaller."
+    )
+
+
+def _plan_rank(config: PreviewConfig, layout: ParallelLayout, rank: int, devices: Sequence[str]) -> RankPlan:
     share = layout.share(rank, config.moe.num_heads, config.moe.num_experts)
     weights = local_bytes(preview_tensors(config), share)
-    return RankPlan(device, weights, working_bytes(config, layout), device_memory(device))
+    memory = device_memory(devices[rank]) // (devices.count("cpu") if devices[rank] == "cpu" else 1)
+    return RankPlan(devices[rank], weights, working_bytes(config, layout), memory)
 
 
 def working_bytes(config: PreviewConfig, layout: ParallelLayout, resolution: str = "540p") -> int:

@@ -18,6 +18,14 @@ def check_seed(seed: int) -> None:
         raise RequestError(f"The seed is {seed!r}; it must be a whole number from 0 to {2**64 - 1}.")
 
 
+def check_noise_device(noise_device: str, device_type: str) -> None:
+    """RequestError unless noise can be drawn on `noise_device` for a clip made on a device of `device_type`."""
+    if noise_device not in NOISE_DEVICES:
+        raise RequestError(f"The noise device is {noise_device!r}; it must be one of {', '.join(NOISE_DEVICES)}.")
+    if noise_device != "cpu" and noise_device != device_type:
+        raise RequestError(f"The noise device is {noise_device!r}, but the clip is made on the CPU; choose 'cpu'.")
+
+
 def noise_generator(seed: int, device: str = "cpu") -> torch.Generator:
     """A generator of its own for one clip: nobody else's random numbers are disturbed, and nobody disturbs these.
 
