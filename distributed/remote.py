@@ -25,13 +25,13 @@ class RemoteReplica(Replica):
         super().__init__(spec, index)
         self._address = os.path.expanduser(spec.sockets[index])
         self._channel: Channel | None = None
-        self._try_at = 0.0
+        self._try_at, self._lost = 0.0, 0
 
     def start(self) -> None:
         super().start()
         first = self.index * self.size
         self.ranks = [Rank(first + number, "not reached") for number in range(self.size)]
-        self._try_at = 0.0
+        self._try_at, self._lost = 0.0, 0
 
     def advance(self) -> None:
         if self.state == "starting" and self._channel is None:
@@ -43,8 +43,10 @@ class RemoteReplica(Replica):
         """Try to reach rank 0, which may still be starting, or starting anew after a fault."""
         if now > self._deadline:
             self.kill()
+            lost = f" ({self._lost} connections to them were lost, see the output of torchrun)" if self._lost else ""
             self.start_error = PoolError(
-                f"No workers answer at {self._address}; start them with torchrun on every host, see docs/multi-node.md."
+                f"No workers answer at {self._address}{lost}; start them with torchrun on every host, see "
+                "docs/multi-node.md."
             )
         if now < self._try_at or self.state == "down":
             return
@@ -80,6 +82,8 @@ class RemoteReplica(Replica):
             self._lose()
 
     def _take_from(self, rank: Rank, message: dict[str, Any]) -> None:
+        if message["kind"] == "death" and self.state == "starting":
+            raise EOFError("This launch is about to be replaced.")
         if message["kind"] == "death":
             rank.death = message["how"]
             self._note_failure(rank, time.monotonic(), 0.0)
@@ -89,8 +93,15 @@ class RemoteReplica(Replica):
             self._take(rank, message)
 
     def _lose(self) -> None:
-        """Rank 0 is gone. What it has told before is the cause; if it told nothing, this is."""
+        """Rank 0 is gone. What it has told before is the cause; if it told nothing, this is.
+
+        In a start it may be an old one that is about to be replaced, so the next is tried until the deadline.
+        """
         known = any(rank.failed for rank in self.ranks)
+        if self.state == "starting" and not known:
+            self._hang_up()
+            self._lost += 1
+            return
         for rank in self.ranks[: 1 if not known else 0]:
             rank.death = f"is gone (the connection at {self._address} closed; see the output of torchrun)"
             self._note_failure(rank, time.monotonic(), 0.0)
@@ -115,8 +126,11 @@ class RemoteReplica(Replica):
         self.kill()
 
     def kill(self) -> None:
+        self._hang_up()
+        self.ranks = []
+        self.state = "down"
+
+    def _hang_up(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        self.ranks = []
-        self.state = "down"
