@@ -207,23 +207,6 @@ async ([nodes, note]) => {
 }
 """
 
-# the whole graph in the middle square of the canvas
-FIT = """
-() => {
-    const { graph, canvas } = window.app;
-    const boxes = graph._nodes.map((node) => [node.pos[0], node.pos[1] - 30, node.pos[0] + node.size[0],
-                                              node.pos[1] + node.size[1]]);
-    const left = Math.min(...boxes.map((box) => box[0])), top = Math.min(...boxes.map((box) => box[1]));
-    const right = Math.max(...boxes.map((box) => box[2])), bottom = Math.max(...boxes.map((box) => box[3]));
-    const element = canvas.canvas, width = element.clientWidth, height = element.clientHeight;
-    const scale = (0.92 * Math.min(width, height)) / Math.max(right - left, bottom - top);
-    canvas.ds.scale = scale;
-    canvas.ds.offset[0] = width / 2 / scale - (left + right) / 2;
-    canvas.ds.offset[1] = height / 2 / scale - (top + bottom) / 2;
-    canvas.draw(true, true);
-}
-"""
-
 # what the page writes for itself: view, versions, translations, ids of this session
 DROPPED = ("localized_name", "label", "ds", "frontendVersion", "workflowRendererVersion", "VHS_latentpreview")
 
@@ -267,9 +250,9 @@ def main() -> None:
                 page.run(BUILD, [nodes, NOTES[name]])
                 write_json(PACK / "workflows" / f"{name}.json", clean(page.workflow()))
                 write_json(PACK / "workflows" / "api" / f"{name}.json", page.prompt())
-                page.run(FIT)
                 page.tab.wait_for_timeout(500)
-                page.tab.locator("canvas#graph-canvas").screenshot(path=str(base / f"{name}.png"))
+                page.run("() => window.app.canvas.draw(true, true)")
+                page.tab.screenshot(path=str(base / f"{name}.png"))
                 thumbnail(base / f"{name}.png", PACK / "workflows" / f"{name}.jpg")
 
 
