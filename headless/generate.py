@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ from torch import Tensor
 
 from ..magi2_core.checkpoint.inspect import require
 from ..magi2_core.codecs.media import DEFAULT_CRF, check_output_path, check_video, read_back
-from ..magi2_core.codecs.picture import read_picture, stack_pictures
+from ..magi2_core.codecs.picture import read_picture
+from ..magi2_core.conditioning.markers import check_equal_sizes, marker
 from ..magi2_core.conditioning.negative import default_negative_prompt
 from ..magi2_core.events import Events
 from ..magi2_core.memory.plan import Plan
 from ..magi2_core.refiner.stage import RefinerSettings
 from ..magi2_core.sampling.denoise import SamplingSettings
-from ..magi2_core.sampling.geometry import PREVIEW_FPS, orient, reference_grid, tier
+from ..magi2_core.sampling.geometry import PREVIEW_FPS, REFINED_FPS, orient, reference_size, tier
 from ..magi2_core.sampling.noise import check_noise_device, check_seed
-from ..magi2_core.sampling.schedule import make_schedule
 from ..stages.prompt import check_prompt
 from .session import Session
 
@@ -81,22 +80,20 @@ class Checked:
 def check_request(request: ClipRequest, plan: Plan) -> Checked:
     """Find everything that can be found before workers start and weights are read.
 
-    Raises RequestError for a prompt that cannot be encoded, a bad seed, schedule, size or picture, or an output that
+    Raises RequestError for a prompt that cannot be encoded, a bad seed, size or picture, or an output that
     cannot be written, and CheckpointError if the checkpoint lacks a part that the request takes, or it is damaged.
     """
     check_prompt(request.prompt, negative_prompt(request))
     check_seed(request.seed)
     check_noise_device(request.noise_device, "cpu" if "cpu" in plan.devices else "cuda")
-    make_schedule(request.settings.steps, request.settings.shift)
     chosen = tier(request.resolution)
     size, refined = (each and orient(each, request.orientation) for each in (chosen.preview, chosen.refined))
     assert size is not None
     check_video(*(request.output_size or refined or size), request.crf)
     output = check_output_path(request.output)
     pictures = [torch.from_numpy(np.array(read_picture(path))) for path in request.images]
-    grids = [reference_grid(picture.shape[1], picture.shape[0], *size) for picture in pictures]
-    if grids:
-        stack_pictures([torch.empty(1, 48, 1, *grid, device="meta") for grid in grids])
+    sizes = [reference_size(picture.shape[1], picture.shape[0], *size) for picture in pictures]
+    check_equal_sizes({marker(figure): each for figure, each in enumerate(sizes, 1)})
     takes = {"I2VA": bool(pictures), "1080p": refined is not None}
     require(plan.checkpoint, ["T2VA", *(name for name, needed in takes.items() if needed)])
     return Checked(size, refined, pictures, output)
@@ -131,12 +128,12 @@ def generate(request: ClipRequest, session: Session, events: Events) -> Clip:
     latent = run("sample", **features, markers=text["markers"], image_latents=images, width=width, height=height,
                  **noise, **asdict(request.settings))
     sound = run("decode_audio", audio=latent["audio"])
-    video, fps = latent["video"], Fraction(PREVIEW_FPS)
+    video, fps = latent["video"], PREVIEW_FPS
     if checked.refined is not None:
         target = dict(zip(("width", "height"), checked.refined, strict=True))
         video = run("refine", video=video, audio=latent["audio"], **features, **noise,
                     settings={**asdict(request.refiner), **target})["video"]
-        fps = 2 * fps
+        fps = REFINED_FPS
     run("write_clip", video=video, waveform=sound["waveform"], sample_rate=sound["sample_rate"],
         path=str(checked.output), crf=request.crf, fps=str(fps), size=request.output_size)
     facts = read_back(checked.output)

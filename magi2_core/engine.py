@@ -22,7 +22,7 @@ from .checkpoint.network import Network
 from .codecs.frames import resize, to_uint8
 from .codecs.media import Sound, VideoWriter
 from .codecs.oobleck_decoder import OobleckDecoder
-from .codecs.picture import prepare_picture, stack_pictures
+from .codecs.picture import prepare_picture
 from .codecs.resample import to_real_time
 from .codecs.turbo_decoder import TurboDecoder
 from .codecs.turbo_tiles import plan_tiles
@@ -30,6 +30,7 @@ from .codecs.turbo_windows import decode_window, divide_windows, gather_blocks, 
 from .codecs.wan_encoder import WanEncoder, encode_picture
 from .conditioning.encode import encode_text
 from .conditioning.features import FeatureCache
+from .conditioning.markers import check_equal_sizes, marker
 from .conditioning.text_encoder import TextEncoder
 from .dit.model import PreviewTransformer
 from .errors import RequestError
@@ -41,7 +42,7 @@ from .refiner.stage import RefinerSettings, model_evaluate, refine
 from .sampling.denoise import Evaluate, SamplingSettings, denoise
 from .sampling.geometry import SPATIAL_STRIDE, clip_lengths, decoded_frames, latent_grid
 from .sampling.guidance import GuidanceSettings
-from .sampling.noise import check_noise_device, draw_noise, noise_generator
+from .sampling.noise import Draw, check_noise_device, clip_noise, draw_noise, noise_generator
 from .sampling.packing import Conditions, pack_request, pack_tokens, unpack
 
 Result = dict[str, Any]
@@ -63,6 +64,7 @@ class Engine:
         self.device = torch.device(plan.devices[parallel.rank])
         self.folder = CheckpointFolder(plan.checkpoint)
         self.config = self.folder.preview_config()
+        self._channels = self.config.video_in_channels, self.config.audio_in_channels
         self._loaded: dict[str, Any] = {}
         self._text_features = FeatureCache()
         self._calls: dict[str, Callable[..., Result]] = {
@@ -202,13 +204,14 @@ class Engine:
         from PIL import Image
 
         pixels = [prepare_picture(Image.fromarray(each.numpy()), width, height) for each in pictures]
+        check_equal_sizes({marker(figure): (x.shape[4], x.shape[3]) for figure, x in enumerate(pixels, 1)})
         encoder = self._stage("image_encoder", events)
         latents = []
         for done, picture in enumerate(pixels, 1):
             events.check()
             latents.append(encode_picture(encoder, picture).cpu())
             events.progress("encode_image", done, len(pixels))
-        return {"latents": stack_pictures(latents)[0, :, :, 0].contiguous()}
+        return {"latents": torch.cat(latents)[:, :, 0]}
 
     # ---- sampling
 
@@ -241,14 +244,13 @@ class Engine:
             unconditional = unconditional.without_picture_content()
         draw = self._drawer(seed, noise_device)
         model = self._stage("preview", events)
-        video = draw((1, self.config.video_in_channels, *grid))
-        audio = draw((1, audio_length, self.config.audio_in_channels))
+        video, audio = clip_noise(draw, grid, audio_length, *self._channels)
         evaluate = self._evaluator(model, grid, audio_length, [conditional, unconditional], events)
         events.progress("sample", 0, steps)
         video, audio = denoise(settings, video, audio, evaluate, events)
         return {"video": video[0].cpu(), "audio": audio[0].cpu()}
 
-    def _drawer(self, seed: int, noise_device: str) -> Callable[[tuple[int, ...]], Tensor]:
+    def _drawer(self, seed: int, noise_device: str) -> Draw:
         """What draws the clip's noise, one tensor after the other, on this rank's device.
 
         On the CPU every rank draws for itself, because all get the same numbers; on GPUs the first rank draws and sends
@@ -268,11 +270,10 @@ class Engine:
         branches = branches[split.rows]
         request = pack_request(grid, audio_length, branches, self.device)
         prepared = model.prepare(request.layout, self.device)
-        channels = self.config.video_in_channels, self.config.audio_in_channels
 
         def evaluate(video: Tensor, audio: Tensor, time: float) -> tuple[Tensor, Tensor]:
             velocity_TC = model(prepared, pack_tokens(request, video, audio, time), events)
-            own_video, own_audio = unpack(velocity_TC, request, *channels)
+            own_video, own_audio = unpack(velocity_TC, request, *self._channels)
             group = self.parallel.cfg_group
             return gather_tokens(own_video, split, group), gather_tokens(own_audio, split, group)
 
@@ -298,8 +299,7 @@ class Engine:
         frames, length = video.shape[1], audio.shape[0]
         draw = self._drawer(seed, noise_device)
         model = self._stage("refiner", events)
-        for shape in ((1, *video.shape), (1, *audio.shape)):
-            draw(shape)
+        clip_noise(draw, (frames, *video.shape[2:]), length, *self._channels)
         evaluate = model_evaluate(model, options, frames, length, features, null_features, events)
         events.progress("refine", 0, options.steps)
         clip = video[None].to(self.device), audio[None].to(self.device)

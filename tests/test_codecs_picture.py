@@ -9,7 +9,6 @@ from magi2_native.magi2_core.codecs.picture import (
     pictures_from_tensor,
     prepare_picture,
     read_picture,
-    stack_pictures,
 )
 from magi2_native.magi2_core.errors import RequestError
 from PIL import Image
@@ -182,9 +181,3 @@ def test_a_picture_saved_and_one_from_the_graph_are_the_same(tmp_path):
 def test_a_tensor_that_is_no_picture_is_refused(image, said):
     with pytest.raises(RequestError, match=said):
         pictures_from_tensor(image)
-
-
-def test_latents_of_equal_size_are_stacked_and_others_refused():
-    assert stack_pictures([torch.zeros(1, 48, 1, 2, 3)] * 2).shape == (1, 2, 48, 1, 2, 3)
-    with pytest.raises(RequestError, match=r"different sizes \(48x32, 64x32\)"):
-        stack_pictures([torch.zeros(1, 48, 1, 2, 3), torch.zeros(1, 48, 1, 2, 4)])

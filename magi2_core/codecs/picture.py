@@ -104,15 +104,3 @@ def to_pixels(picture: Image.Image) -> Tensor:
     """8-bit RGB to [1, 3, H, W] fp32 in [-1, 1], not yet rounded to bfloat16 (40 §1 step 5)."""
     pixels = torch.from_numpy(np.array(picture, dtype=np.float32) / 255.0)
     return 2.0 * pixels.permute(2, 0, 1).unsqueeze(0) - 1.0
-
-
-def stack_pictures(latents: list[Tensor]) -> Tensor:
-    """Latents of several pictures, each [1, 48, 1, h, w], as one feature [1, M, 48, 1, h, w] (40 §1).
-
-    RequestError if their sizes differ: give pictures of the same proportions.
-    """
-    sizes = {tuple(latent.shape[-2:]) for latent in latents}
-    if len(sizes) > 1:
-        stated = ", ".join(f"{16 * w}x{16 * h}" for h, w in sorted(sizes))
-        raise RequestError(f"The pictures come out in different sizes ({stated}); give pictures of equal proportions.")
-    return torch.stack(latents, dim=1)

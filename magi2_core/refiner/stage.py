@@ -16,6 +16,7 @@ from ..events import Events
 from ..sampling.denoise import SamplingSettings, denoise
 from ..sampling.geometry import SPATIAL_STRIDE
 from ..sampling.guidance import GuidanceSettings, frame_scale
+from ..sampling.noise import Draw
 from .blocks import WindowSettings
 from .model import RELEASED_WINDOW, RefinerTransformer
 from .prepare import pack_refiner, unpack_refiner
@@ -24,8 +25,6 @@ NOISE_LEVELS = 1000
 
 # (video [1, C, T, H, W], sound [1, L, C], whether with the prompt) -> velocities of the same shapes
 Evaluate = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-# Standard normal fp32 numbers of a shape, drawn in the order of the calls
-Draw = Callable[[tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True)

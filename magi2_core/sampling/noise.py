@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ..errors import RequestError
+from ..errors import RequestError, check_choice
 
 VIDEO_CHANNELS = 48
 AUDIO_CHANNELS = 64
 NOISE_DEVICES = ("cpu", "cuda")
+# Standard normal fp32 numbers of a shape, drawn in the order of the calls
+Draw = Callable[[tuple[int, ...]], Tensor]
 
 
 def check_seed(seed: int) -> None:
@@ -20,8 +24,7 @@ def check_seed(seed: int) -> None:
 
 def check_noise_device(noise_device: str, device_type: str) -> None:
     """RequestError unless noise can be drawn on `noise_device` for a clip made on a device of `device_type`."""
-    if noise_device not in NOISE_DEVICES:
-        raise RequestError(f"The noise device is {noise_device!r}; it must be one of {', '.join(NOISE_DEVICES)}.")
+    check_choice("The noise device", noise_device, NOISE_DEVICES)
     if noise_device != "cpu" and noise_device != device_type:
         raise RequestError(f"The noise device is {noise_device!r}, but the clip is made on the CPU; choose 'cpu'.")
 
@@ -34,8 +37,7 @@ def noise_generator(seed: int, device: str = "cpu") -> torch.Generator:
     Raises RequestError for a seed that is out of range or a device that is unknown or absent.
     """
     check_seed(seed)
-    if device.partition(":")[0] not in NOISE_DEVICES:
-        raise RequestError(f"The noise device is {device!r}; it must be one of {', '.join(NOISE_DEVICES)}.")
+    check_choice("The noise device", device.partition(":")[0], NOISE_DEVICES)
     if device != "cpu" and not torch.cuda.is_available():
         raise RequestError("The noise device is 'cuda', but torch finds no CUDA device; choose 'cpu'.")
     return torch.Generator(device).manual_seed(seed)
@@ -47,12 +49,12 @@ def draw_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def clip_noise(
-    generator: torch.Generator,
+    draw: Draw,
     grid: tuple[int, int, int],
     audio_length: int,
     video_channels: int = VIDEO_CHANNELS,
     audio_channels: int = AUDIO_CHANNELS,
 ) -> tuple[Tensor, Tensor]:
     """Noise of a preview: video [1, C, T, H, W] first, then audio [1, L, C], both fp32 (20 §2)."""
-    video = draw_noise((1, video_channels, *grid), generator)
-    return video, draw_noise((1, audio_length, audio_channels), generator)
+    video = draw((1, video_channels, *grid))
+    return video, draw((1, audio_length, audio_channels))

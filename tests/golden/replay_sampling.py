@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from ...magi2_core.events import Silent
 from ...magi2_core.sampling import geometry
 from ...magi2_core.sampling.denoise import SamplingSettings, denoise
 from ...magi2_core.sampling.guidance import GuidanceSettings, cut_scale, frame_scale, guide_pair
-from ...magi2_core.sampling.noise import clip_noise, noise_generator
+from ...magi2_core.sampling.noise import clip_noise, draw_noise, noise_generator
 from ...magi2_core.sampling.packing import (
     Conditions,
     PackedRequest,
@@ -204,8 +205,8 @@ def run_noise(case: Case) -> list[Measure]:
     for draw in case.meta["draws"]:
         _, video_channels, *grid = draw["video_shape"]
         _, audio_length, audio_channels = draw["audio_shape"]
-        generator = noise_generator(draw["seed"], "cpu")
-        video, audio = clip_noise(generator, tuple(grid), audio_length, video_channels, audio_channels)
+        numbers = partial(draw_noise, generator=noise_generator(draw["seed"], "cpu"))
+        video, audio = clip_noise(numbers, tuple(grid), audio_length, video_channels, audio_channels)
         for name, noise in (("video", video), ("audio", audio)):
             measures += _compare_noise(case, draw, name, noise, tolerance)
     return measures
