@@ -107,8 +107,8 @@ class Engine:
             self._stage(stage, events)
         return {}
 
-    def release(self, events: Events, *, stages: Sequence[str]) -> Result:
-        """Let go of stages and give their memory back to the device; encoded prompts are kept."""
+    def release(self, events: Events, *, stages: Sequence[str] = STAGES) -> Result:
+        """Let go of stages, by default of all, and give their memory back to the device; encoded prompts are kept."""
         for stage in _known(stages):
             self._loaded.pop(stage, None)
         if self.device.type == "cuda":

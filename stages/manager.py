@@ -24,7 +24,6 @@ from .values import Model
 
 logger = logging.getLogger("magi2")
 
-STAGES = ("text_encoder", "image_encoder", "preview", "refiner", "video_decoder", "audio_decoder")
 LOG_LINES = 50
 
 
@@ -81,7 +80,7 @@ class PoolManager:
         with self._exclusive(patience_s):
             if self._pool is None or not self._pool.alive:
                 return False
-            run_on_pool(self._pool, "release", {"stages": list(STAGES)}, _Watched(SILENT, self))
+            run_on_pool(self._pool, "release", {}, _Watched(SILENT, self))
             self._set("unloaded")
             return True
 
