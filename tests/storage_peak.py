@@ -16,14 +16,19 @@ class StoragePeak(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps an address from being reused
+        self._total = 0  # bytes of the known ones, of which some may have gone
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self._alive = {key: value for key, value in self._alive.items() if not value[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+                if storage._cdata not in self._known:
+                    self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                    self._total += storage.nbytes()
+        if self._total > self.peak:  # looking for those that have gone is slow, and before this changes nothing
+            self._known = {key: value for key, value in self._known.items() if not value[0].expired()}
+            self._total = sum(size for _, size in self._known.values())
+            self.peak = max(self.peak, self._total)
         return out

@@ -53,6 +53,7 @@ class PreAdapter(nn.Module):
                 # 10 §2 step 4: overwritten in every row, not added.
                 embedded_RW[:, : time_Sc.shape[1]] = time_Sc[piece.rows]
             streams_SW[piece.rows] = embedded_RW
+            del embedded_RW  # before the next piece's
         return streams_SW
 
     def check(self, tokens: PackedTokens, prepared: Prepared) -> None:
@@ -95,8 +96,9 @@ class PostAdapter(nn.Module):
             if piece.modality >= len(heads):
                 continue
             norm, linear = heads[piece.modality]
-            normed_RW = rms_norm(streams_SW[piece.rows], norm.weight, dtype=torch.float32)
-            y_SC[piece.rows, : linear.weight.shape[0]] = F.linear(normed_RW, linear.weight)
+            y_SC[piece.rows, : linear.weight.shape[0]] = F.linear(
+                rms_norm(streams_SW[piece.rows], norm.weight, dtype=torch.float32), linear.weight
+            )
         if prepared.order_S is None:
             return y_SC
         return torch.empty_like(y_SC).index_copy_(0, prepared.order_S, y_SC)

@@ -30,8 +30,9 @@ class DenseMlp(nn.Module):
         for piece in prepared.pieces(self.up_gate_proj.blocks):
             modality = piece.modality
             x_RD = rms_norm(u_SD[piece.rows], self.pre_norm.of(modality))
-            hidden_RI = swiglu7(F.linear(x_RD, self.up_gate_proj.of(modality)))
-            out_SD[piece.rows] = F.linear(hidden_RI, self.down_proj.of(modality))
+            out_SD[piece.rows] = F.linear(
+                swiglu7(F.linear(x_RD, self.up_gate_proj.of(modality))), self.down_proj.of(modality)
+            )
         return all_reduce_sum(out_SD, prepared.parallel.tp_group)
 
 

@@ -16,6 +16,11 @@ _HIDDEN = 1 << 28
 """Elements of one hidden tensor [routes, F]: tokens beyond it wait their turn, so that 540p needs no more than 272p."""
 
 
+def tokens_at_once(moe: MoeConfig) -> int:
+    """Tokens of one head that are routed and evaluated together."""
+    return max(1, _HIDDEN // (moe.top_k * moe.expert_intermediate_size))
+
+
 class Router(nn.Module):
     """The selection biases; `expert_bias` is the one in force, which loading fills from the ema one (10 §12.2)."""
 
@@ -45,7 +50,7 @@ class RoutedExperts(nn.Module):
         result is written to `out` if given, which may be the input itself.
         """
         y_Thd = torch.empty_like(x_Thd) if out is None else out
-        tokens = max(1, _HIDDEN // (self.moe.top_k * self.moe.expert_intermediate_size))
+        tokens = tokens_at_once(self.moe)
         for head in range(self.share.heads):
             for start in range(0, x_Thd.shape[0], tokens):
                 rows = slice(start, start + tokens)

@@ -29,6 +29,11 @@ _PIECE_BYTES_GPU = 512 << 20
 _SMALLEST_PIECE = 256
 
 
+def piece_rows(config: PreviewConfig, device_type: str) -> int:
+    """Rows of a piece of the row-wise operations."""
+    return max(_PIECE_BYTES.get(device_type, _PIECE_BYTES_GPU) // (4 * config.stream_width), _SMALLEST_PIECE)
+
+
 @dataclass(frozen=True)
 class Prepared:
     """This rank's part of a packed sequence, for every forward of a request. Integers are on the host.
@@ -81,7 +86,6 @@ def prepare(
     order_S = key_S.argsort(stable=True)
     moved = not torch.equal(order_S, torch.arange(split.local))
     coords_S9 = layout.coords_T9.cpu()[split.rows][order_S]
-    limit = _PIECE_BYTES.get(device.type, _PIECE_BYTES_GPU) // (4 * config.stream_width)
     return Prepared(
         parallel=parallel,
         split=split,
@@ -92,7 +96,7 @@ def prepare(
         first_rows=count_rows(modality_T[: split.start]),
         order_S=order_S.to(device) if moved else None,
         rope_SR=rotary_table(coords_S9, bands_B.cpu()).to(device),
-        piece_rows=max(limit, _SMALLEST_PIECE),
+        piece_rows=piece_rows(config, device.type),
     )
 
 

@@ -51,7 +51,7 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: f
     k32, v32 = k.float(), v.float()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    rows = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    rows = explicit_rows(q.shape[0] * q.shape[1], k.shape[2])
     for start in range(0, q.shape[2], rows):
         part = slice(start, start + rows)
         scores = (q[:, :, part].float() @ k32.transpose(2, 3)).mul_(scale)
@@ -60,6 +60,11 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: f
         lse[:, :, part] = scores.logsumexp(-1)
         out[:, :, part] = scores.sub_(lse[:, :, part, None]).exp_() @ v32
     return out, lse
+
+
+def explicit_rows(heads: int, keys: int) -> int:
+    """Query rows of which the explicit path holds the scores at once."""
+    return max(1, _SCORES // (heads * keys))
 
 
 def _choose(q: Tensor, softcap: float) -> Kernel:

@@ -49,10 +49,15 @@ def head_experts(
 
 def _grouped(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:
     """Rows [ends[e-1], ends[e]) times w[e] -> [R, o]; rows past the last end are undefined."""
-    aligned = x_Ri.shape[1] % 8 == 0 and w_Eio.shape[2] % 8 == 0
-    if x_Ri.device.type == "cuda" and x_Ri.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm"):
+    if runs_on_device(x_Ri.device.type, x_Ri.dtype, x_Ri.shape[1], w_Eio.shape[2]):
         return grouped_on_device(x_Ri, w_Eio, ends_E)
     return grouped_by_loop(x_Ri, w_Eio, ends_E)
+
+
+def runs_on_device(device_type: str, dtype: torch.dtype, *widths: int) -> bool:
+    """Whether grouped products of these widths are one launch, with results in `dtype`; otherwise they stay fp32."""
+    aligned = all(width % 8 == 0 for width in widths)
+    return device_type == "cuda" and dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
 
 def grouped_on_device(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:
@@ -71,11 +76,16 @@ def grouped_by_loop(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:
     return y_Ro
 
 
+def activated_rows(device_type: str, width: int) -> int:
+    """Rows of `width` that are activated at once."""
+    return max(1, _ACTIVATION.get(device_type, _ACTIVATION_GPU) // width)
+
+
 def _activate(gate_RF: Tensor, up_RF: Tensor, dtype: torch.dtype) -> Tensor:
     """The activation rounded to `dtype`, in the gate's own memory where that has this dtype."""
     hidden_RF = gate_RF if gate_RF.dtype == dtype else torch.empty_like(gate_RF, dtype=dtype)
-    limit = _ACTIVATION.get(gate_RF.device.type, _ACTIVATION_GPU) // gate_RF.shape[1]
-    for start in range(0, gate_RF.shape[0], max(1, limit)):
-        rows = slice(start, start + max(1, limit))
+    limit = activated_rows(gate_RF.device.type, gate_RF.shape[1])
+    for start in range(0, gate_RF.shape[0], limit):
+        rows = slice(start, start + limit)
         hidden_RF[rows] = swiglu7_pair(gate_RF[rows], up_RF[rows])
     return hidden_RF
