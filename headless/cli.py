@@ -323,7 +323,7 @@ def _add_enhance(commands: Any) -> None:
     command.add_argument("--image", help="a picture that the clip starts from: a path or an address")
     command.add_argument("--form", default="text", choices=["text", "json"],
                          help="text: ready to be used as prompt; json: the caption, to be edited")
-    command.add_argument("--settings", type=Path, help="folder of enhance.json and of your own instruction texts")
+    command.add_argument("--settings", type=Path, help="folder of magi2_enhance.json and of your own instruction texts")
     command.add_argument("--variation", default="", help="another text gives another caption")
 
 
