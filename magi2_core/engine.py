@@ -46,6 +46,9 @@ from .sampling.noise import Draw, check_noise_device, clip_noise, draw_noise, no
 from .sampling.packing import Conditions, pack_request, pack_tokens, unpack
 
 Result = dict[str, Any]
+CALLS = (
+    "load", "release", "encode_text", "encode_image", "sample", "refine", "decode_video", "decode_audio", "write_clip",
+)  # fmt: skip
 STAGES = ("text_encoder", "image_encoder", "preview", "refiner", "video_decoder", "audio_decoder")
 
 
@@ -67,32 +70,14 @@ class Engine:
         self._channels = self.config.video_in_channels, self.config.audio_in_channels
         self._loaded: dict[str, Any] = {}
         self._text_features = FeatureCache()
-        self._calls: dict[str, Callable[..., Result]] = {
-            "load": self.load,
-            "release": self.release,
-            "encode_text": self.encode_text,
-            "encode_image": self.encode_image,
-            "sample": self.sample,
-            "refine": self.refine,
-            "decode_video": self.decode_video,
-            "decode_audio": self.decode_audio,
-            "write_clip": self.write_clip,
-        }
-        self._makers: dict[str, Callable[[Events], Any]] = {
-            "text_encoder": self._open_text_encoder,
-            "image_encoder": self._load_image_encoder,
-            "preview": self._load_preview,
-            "refiner": self._load_refiner,
-            "video_decoder": self._load_video_decoder,
-            "audio_decoder": self._load_audio_decoder,
-        }
 
     def run(self, call: str, arguments: Mapping[str, Any], events: Events) -> Result:
         """Run one call by name; what `events.check` raises passes through. RequestError for an unknown call."""
-        if call not in self._calls:
-            raise RequestError(f"The engine has no call {call!r}; it has {', '.join(self._calls)}.")
+        if call not in CALLS:
+            raise RequestError(f"The engine has no call {call!r}; it has {', '.join(CALLS)}.")
         with torch.inference_mode():
-            return self._calls[call](events, **arguments)
+            result: Result = getattr(self, call)(events, **arguments)
+        return result
 
     @property
     def leads(self) -> bool:
@@ -119,7 +104,7 @@ class Engine:
         """The network of a stage, loaded if it is not there."""
         self._make_room(stage, events)
         if stage not in self._loaded:
-            self._loaded[stage] = self._makers[stage](events)
+            self._loaded[stage] = getattr(self, f"_load_{stage}")(events)
         return self._loaded[stage]
 
     def _make_room(self, stage: str, events: Events) -> None:
@@ -137,7 +122,7 @@ class Engine:
         load_module(module, network, device=self.device, events=events, **load)
         return module.eval()
 
-    def _open_text_encoder(self, events: Events) -> TextEncoder:
+    def _load_text_encoder(self, events: Events) -> TextEncoder:
         # its layers come from the disk for each new prompt: 50 GB that are needed once have no place beside the model
         folder = self.folder.root / TEXT_ENCODER
         return TextEncoder(folder, width=self.config.text_in_channels, device=self.device)
