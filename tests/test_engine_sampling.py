@@ -159,6 +159,27 @@ def test_a_bad_request_is_refused_before_the_model_is_read(
     assert not engine._loaded
 
 
+@pytest.mark.parametrize(
+    "prompt", ["\u26f5\U0001f30a", "\u0642\u0627\u0631\u0628", '{"global_layer": {"context": "A boat"}}', "a " * 500]
+)
+def test_unusual_prompts_are_encoded(engine: Engine, prompt: str) -> None:
+    text = engine.run("encode_text", {"prompt": prompt, "negative_prompt": prompt, "figures": []}, Silent())
+    assert text["features"].shape == (text["tokens"], 32)
+    assert torch.isfinite(text["features"]).all()
+    assert not text["truncated"]
+
+
+def test_encoding_says_nothing_of_kernels_that_could_be_installed(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations import hub_kernels
+
+    hub_kernels.logger.warning_once.cache_clear()
+    monkeypatch.setattr(hub_kernels.logging.get_logger("transformers"), "propagate", True)
+    engine.run("encode_text", {"prompt": "quiet", "negative_prompt": "", "figures": []}, Silent())
+    assert "falling back" not in caplog.text
+
+
 def test_an_unknown_call_or_stage_is_refused_by_name(engine: Engine) -> None:
     with pytest.raises(RequestError, match="no call 'dream'; it has load, release"):
         engine.run("dream", {}, Silent())

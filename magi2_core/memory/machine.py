@@ -10,6 +10,8 @@ import torch
 
 from ..errors import RequestError
 
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
 
 def choose_devices(asked: Sequence[str] | None) -> tuple[str, ...]:
     """Check a list of devices such as ("cuda:0", "cuda:1") or ("cpu", "cpu"); None means every GPU, else one CPU rank.
@@ -46,8 +48,8 @@ def device_memory(device: str) -> int:
 
 def host_memory() -> int:
     """Bytes of host memory that this process may use: physical memory or the control group's limit."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    total = physical_memory()
+    for limit in CGROUP_LIMITS:
         try:
             text = Path(limit).read_text().strip()
         except OSError:
@@ -55,6 +57,11 @@ def host_memory() -> int:
         if text.isdigit():
             total = min(total, int(text))
     return total
+
+
+def physical_memory() -> int:
+    """Bytes of memory in this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def working_budget(device: torch.device) -> int:

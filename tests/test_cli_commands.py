@@ -1,0 +1,135 @@
+"""The commands around a checkpoint: miniature, inspect, convert; and how wrong usage ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from magi2_native.headless.cli import devices, main, size
+from magi2_native.magi2_core.errors import RequestError
+
+SMALL = ["--hidden-size", "192", "--layers", "2", "--experts", "6", "--expert-width", "16", "--text-width", "32",
+         "--text-layers", "4", "--text-merges", "64", "--refiner-layers", "1", "--turbo-width", "4",
+         "--oobleck-width", "4"]  # fmt: skip
+
+
+def test_miniature_writes_a_checkpoint_of_the_size_that_is_asked_for(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["miniature", str(tmp_path / "new" / "mini"), *SMALL]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "new" / "mini")
+    name = "preview/model-00002-of-00003.safetensors"
+    assert (tmp_path / "new" / "mini" / name).read_bytes() == (tiny / name).read_bytes()
+    assert main(["miniature", str(tmp_path / "new" / "mini"), *SMALL, "--seed", "1"]) == 1
+    assert "holds another miniature" in capsys.readouterr().err
+
+
+def test_miniature_refuses_a_size_that_no_model_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["miniature", str(tmp_path / "mini"), "--hidden-size", "100"]) == 1
+    assert capsys.readouterr().err == "hidden_size of a miniature is 100; it must be a multiple of 192.\n"
+    assert not (tmp_path / "mini").exists()
+
+
+def test_inspect_says_what_a_sound_checkpoint_can_make(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tiny)]) == 0
+    assert "1080p                   possible" in capsys.readouterr().out
+    assert main(["inspect", str(tiny), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["capabilities"] == {"T2VA": True, "I2VA": True, "1080p": True}
+    assert report["ok"] is True
+
+
+def test_inspect_fails_on_a_damaged_checkpoint(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    shard = copy / "refiner" / "model-00001-of-00003.safetensors"
+    shard.write_bytes(b"")
+    assert main(["inspect", str(copy)]) == 1
+    assert "problem: refiner/model-00001-of-00003.safetensors" in capsys.readouterr().out
+    assert main(["inspect", str(copy), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"][0]["file"] == "refiner/model-00001-of-00003.safetensors"
+
+
+def test_inspect_of_no_folder_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "gone")]) == 1
+    assert "gone does not exist" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "gone"), "--json"]) == 1
+    assert "gone does not exist" in json.loads(capsys.readouterr().out)["text"]
+
+
+def test_inspect_shows_the_memory_of_a_resolution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without architecture files the released model is meant: 70 §5 gives its bytes per rank."""
+    assert main(["inspect", str(tmp_path), "--plan", "1080p"]) == 1, "there are no weights"
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if " GB peak" in line]
+    assert [(row[0], row[1], row[2]) for row in table] == [
+        ("preview", "sp1", "228.1"), ("preview", "sp2", "119.3"), ("preview", "sp4", "64.9"),
+        ("preview", "sp8", "37.8"), *(("refiner", f"sp{ranks}", "13.5") for ranks in (1, 2, 4, 8)),
+    ]  # fmt: skip
+    assert main(["inspect", str(tmp_path), "--plan", "272p", "--json"]) == 1
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert plan[0]["weights"] == 228_107_858_176
+    assert plan[0]["peak"] > plan[0]["weights"]
+    assert [row["layout"] for row in plan] == ["sp1", "sp2", "sp4", "sp8"]
+
+
+def test_convert_writes_safetensors_and_the_checkpoint_stays_sound(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    assert main(["convert", str(copy)]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert {path.parent.name for path in written} == {"vae", "turbo_vae"}
+    assert all(path.suffix == ".safetensors" and path.is_file() for path in written)
+    for pickled in (copy / "vae" / "Wan2.2_VAE.pth", copy / "turbo_vae" / "checkpoint.ckpt"):
+        pickled.unlink(missing_ok=True)
+    assert main(["inspect", str(copy)]) == 0
+
+
+def test_wrong_usage_ends_with_2_and_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in (
+        ([], "COMMAND"),
+        (["generate", "x", "--prompt", "a", "--output", "a.mp4", "--resolution", "720p"], "'272p', '540p', '1080p'"),
+        (["generate", "x", "--prompt", "a", "--output", "a.mp4", "--output-size", "wide"], "write it as 1920x1080"),
+        (["generate", "x", "--prompt", "a"], "--output"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "workers", "expected"),
+    [
+        (None, None, None), ("cpu", None, ["cpu"]), ("cpu", 3, ["cpu"] * 3), ("cuda:1, cpu", None, ["cuda:1", "cpu"]),
+        ("cuda:0,cuda:1,cuda:2", 2, ["cuda:0", "cuda:1"]),
+    ],
+)  # fmt: skip
+def test_workers_and_devices_come_to_a_list(names: str | None, workers: int | None, expected: object) -> None:
+    assert devices(names, workers) == expected
+
+
+def test_an_empty_device_list_is_refused_by_the_plan(tiny: Path) -> None:
+    from magi2_native.magi2_core.memory.plan import make_plan
+
+    with pytest.raises(RequestError, match="device list is empty"):
+        make_plan(tiny, devices=devices(" , ", None))
+
+
+def test_sizes_are_read_in_either_case() -> None:
+    assert size("1920x1080") == size("1920X1080") == (1920, 1080)
+
+
+def test_help_describes_every_command() -> None:
+    """In a process of its own, as it is typed."""
+    command = [sys.executable, "-m", "magi2_native.headless.cli", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 0
+    for command in ("generate", "run", "queue", "inspect", "convert", "miniature", "enhance"):
+        assert command in shown.stdout
