@@ -18,6 +18,7 @@ from ...distributed.layout import ModelShape, ParallelLayout, check_layout, lega
 from ..checkpoint.folder import REFINER, CheckpointFolder
 from ..checkpoint.shard import local_bytes
 from ..config import PreviewConfig, parse_dtype
+from ..dit.memory import BranchRows, preview_memory
 from ..dit.parameters import preview_tensors
 from ..errors import RequestError
 from ..refiner.parameters import refiner_tensors
@@ -189,30 +190,16 @@ def _uneven(shape: ModelShape, devices: int) -> str:
 def _plan_rank(config: PreviewConfig, layout: ParallelLayout, rank: int, devices: Sequence[str]) -> RankPlan:
     share = layout.share(rank, config.moe.num_heads, config.moe.num_experts)
     weights = local_bytes(preview_tensors(config), share)
+    kind = torch.device(devices[rank]).type
+    working = preview_memory(config, preview_branches("540p"), layout, rank, device_type=kind).working
     memory = device_memory(devices[rank]) // (devices.count("cpu") if devices[rank] == "cpu" else 1)
-    return RankPlan(devices[rank], weights, working_bytes(config, layout), memory)
+    return RankPlan(devices[rank], weights, working, memory)
 
 
-def working_bytes(config: PreviewConfig, layout: ParallelLayout, resolution: str = "540p") -> int:
-    """Estimate of the largest set of tensors alive at once in a forward of one rank.
-
-    Counted: the residual streams before and after a branch, the fp32 flattened norm of one of them, and the larger of
-    attention (q, k in fp32, q, k, v and the output gathered) and the routed experts (dispatched rows, route rows in
-    fp32 and their sum).
-    """
-    clip_tokens = prod(latent_grid(*tier(resolution).preview)) + clip_lengths()[1]
-    tokens = 2 // layout.cfg * clip_tokens + TEXT_TOKENS
-    local = -(-tokens // layout.sp)
-    size = config.params_dtype.itemsize
-    streams = local * config.stream_width * (2 * size + 4)
-    width = config.hidden_size
-    heads_width = (config.heads + 2 * config.kv_heads) * config.head_dim
-    attention = local * (heads_width * (4 + size)) + tokens // layout.tp * (heads_width + width) * size // layout.sp
-    ranks = layout.tp if layout.tp > 1 else layout.sp
-    head_share = -(-config.moe.num_heads // ranks)
-    routes = tokens * head_share * config.moe.top_k if layout.tp == 1 else local * head_share * config.moe.top_k
-    experts = routes * config.moe_head_dim * 4 + tokens * head_share * config.moe_head_dim * (size + 4)
-    return streams + max(attention, experts)
+def preview_branches(resolution: str) -> list[BranchRows]:
+    """Rows of both guidance branches of a clip, with prompts of usual length."""
+    video = prod(latent_grid(*tier(resolution).preview))
+    return [BranchRows(video, clip_lengths()[1], TEXT_TOKENS // 2)] * 2
 
 
 def _gb(count: int) -> str:

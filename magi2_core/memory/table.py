@@ -7,12 +7,11 @@ from pathlib import Path
 
 from ...distributed.layout import ParallelLayout
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.shard import local_bytes
-from ..dit.parameters import preview_tensors
+from ..dit.memory import preview_memory
 from ..refiner.memory import refiner_memory
 from ..refiner.stage import RefinerSettings
 from ..sampling.geometry import clip_lengths, tier
-from .plan import TEXT_TOKENS, model_shape, working_bytes
+from .plan import TEXT_TOKENS, model_shape, preview_branches
 
 DEVICES = (1, 2, 4, 8)
 
@@ -37,13 +36,13 @@ def plan_table(checkpoint: Path, resolution: str) -> list[PlanRow]:
     """
     folder = CheckpointFolder(checkpoint)
     config = folder.preview_config()
-    moe, table = config.moe, preview_tensors(config)
+    branches = preview_branches(resolution)
     layouts = [layout for ranks in DEVICES if not model_shape(config).objection(layout := ParallelLayout(sp=ranks))]
     rows = []
     for layout in layouts:
-        shares = (layout.share(rank, moe.num_heads, moe.num_experts) for rank in range(layout.world))
-        weights = max(local_bytes(table, share) for share in shares)
-        rows.append(PlanRow("preview", layout.label, weights, weights + working_bytes(config, layout, resolution)))
+        ranks = [preview_memory(config, branches, layout, rank) for rank in range(layout.world)]
+        fullest = max(ranks, key=lambda memory: memory.peak)
+        rows.append(PlanRow("preview", layout.label, fullest.tensors["weights"], fullest.peak))
     if tier(resolution).refined is None:
         return rows
     grid = RefinerSettings().grid(clip_lengths()[0])
