@@ -34,7 +34,7 @@ from .conditioning.markers import check_equal_sizes, marker
 from .conditioning.text_encoder import TextEncoder
 from .dit.model import PreviewTransformer
 from .errors import RequestError
-from .events import Events, Silent
+from .events import SILENT, Events
 from .memory.machine import working_budget
 from .memory.plan import Plan
 from .refiner.model import RefinerTransformer, refiner_parallel
@@ -318,7 +318,7 @@ class Engine:
             for index, window in enumerate(windows):
                 events.check()
                 if owners[index] == self.replica_rank:
-                    inner = events if group is None else Silent()
+                    inner = events if group is None else SILENT
                     block = decode_window(decoder, z, window, to_uint8, tiles, inner)
                     if not self.leads:
                         send(block, 0, group, self.device)
@@ -360,7 +360,7 @@ class Engine:
         blocks = self._frame_blocks(video, events)
         if self.leads:
             # the others pass no check points between frames
-            alone = events if self.parallel.replica_group is None else None
+            alone = events if self.parallel.replica_group is None else SILENT
             with writer:
                 for block in blocks:
                     writer.write(resize(block, width, height) if size else block, alone)
