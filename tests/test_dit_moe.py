@@ -15,10 +15,10 @@ from magi2_native.magi2_core.dit.activation import swiglu7, swiglu7_pair
 from magi2_native.magi2_core.dit.moe import RoutedExperts
 from magi2_native.magi2_core.dit.norm import rms_norm
 from magi2_native.magi2_core.dit.parameters import preview_tensors
-from magi2_native.magi2_core.dit.router import route, sort_routes
+from magi2_native.magi2_core.dit.router import route
 from magi2_native.magi2_core.dit.weights import Tensors
 from magi2_native.magi2_core.kernels import experts as kernels
-from magi2_native.magi2_core.kernels.experts import grouped_by_loop, grouped_on_device, head_experts
+from magi2_native.magi2_core.kernels.experts import grouped_by_loop, grouped_on_device, head_experts, sort_routes
 from magi2_native.tests.dit_models import CONFIG, fill, small_layer, small_prepared
 from magi2_native.tests.test_dit_operators import random
 from torch import Tensor

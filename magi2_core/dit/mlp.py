@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...distributed.exchange import all_reduce_sum, combine_heads, dispatch_heads
-from ..config import MoeConfig
+from ..config import PreviewConfig
 from .activation import swiglu7
 from .moe import RoutedExperts
 from .norm import rms_norm
@@ -39,9 +39,9 @@ class DenseMlp(nn.Module):
 class MoeMlp(nn.Module):
     """Split into heads, routed experts, merge; beside them a shared expert and one for each modality (10 §9)."""
 
-    def __init__(self, moe: MoeConfig, tensors: Tensors) -> None:
+    def __init__(self, config: PreviewConfig, tensors: Tensors) -> None:
         super().__init__()
-        self.head_dim = tensors.table[f"{tensors.prefix}moe_mlp.W_gate"].shape[1]
+        self.head_dim = config.moe_head_dim
         self.pre_norm = Weight(tensors.at("pre_norm"))
         self.split_linear = Weight(tensors.at("split_linear"))
         self.merge_linear = Weight(tensors.at("merge_linear"))
@@ -49,7 +49,7 @@ class MoeMlp(nn.Module):
         self.shared_expert_fc2 = Weight(tensors.at("shared_expert_fc2"))
         self.modality_specific_shared_expert_fc1 = Weight(tensors.at("modality_specific_shared_expert_fc1"))
         self.modality_specific_shared_expert_fc2 = Weight(tensors.at("modality_specific_shared_expert_fc2"))
-        self.moe_mlp = RoutedExperts(moe, tensors.share.banks, tensors.at("moe_mlp"))
+        self.moe_mlp = RoutedExperts(config.moe, tensors.share.banks, tensors.at("moe_mlp"))
 
     def forward(self, u_SD: Tensor, prepared: Prepared) -> Tensor:
         """Branch input [S, D] -> branch output [S, D], in the compute dtype; exchanges heads with other ranks."""

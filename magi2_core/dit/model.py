@@ -44,7 +44,7 @@ class Layer(nn.Module):
         self.mhc_norm = Weight(tensors.at("mhc_norm"))
         self.attention = Attention(config, tensors.at("attention"))
         mlp = tensors.at("mlp")
-        self.mlp = MoeMlp(config.moe, mlp) if layer in config.moe.moe_layers else DenseMlp(mlp)
+        self.mlp = MoeMlp(config, mlp) if layer in config.moe.moe_layers else DenseMlp(mlp)
 
     def forward(self, streams_SW: Tensor, prepared: Prepared) -> None:
         """Update the residual streams [S, N·D] of this rank's rows in place."""

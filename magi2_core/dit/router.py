@@ -1,4 +1,4 @@
-"""Which experts each (token, MoE head) pair uses, how much, and the order in which they are evaluated (10 §9)."""
+"""Which experts each (token, MoE head) pair uses, and how much (10 §9)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,3 @@ def route(
     if normalize:
         weights_SK = weights_SK / weights_SK.abs().sum(-1, keepdim=True).clamp(min=NORM_EPS)
     return weights_SK * scale, experts_SK
-
-
-def sort_routes(bank_R: Tensor, banks: int) -> tuple[Tensor, Tensor]:
-    """Order routes by bank, routes of one bank by their position: (order [R] int64, ends [banks] int32).
-
-    `ends[b]` is one past the last sorted route of bank b. Routes of a bank that is not there (id `banks` or more) come
-    last and are counted by no entry, so a rank that holds a part of a head's experts needs no count of its routes.
-    """
-    sorted_R, order_R = bank_R.sort(stable=True)
-    ends = torch.searchsorted(sorted_R, torch.arange(banks, device=bank_R.device), right=True, out_int32=True)
-    return order_R, ends

@@ -1,7 +1,7 @@
 """The routed experts of one MoE head in plain torch (10 §9, 70 §3).
 
 Routes are sorted by expert, each product is one matrix product for each expert, and the K contributions of a token are
-summed in fp32 in the order of its choices: repeatable, and rounded once. Indices and offsets are 64-bit throughout.
+summed in fp32 in the order of its choices: repeatable, and rounded once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dit.activation import swiglu7_pair
-from ..dit.router import sort_routes
 
 # Elements of one fp32 temporary of the activation: in cache on a CPU, 64 MiB elsewhere.
 _ACTIVATION = {"cpu": 1 << 18}
@@ -45,6 +44,17 @@ def head_experts(
         y_Rd.masked_fill_((routes_R >= ends_E[-1])[:, None], 0.0)
     place_TK = torch.empty_like(order_R).scatter_(0, order_R, routes_R).view(tokens, k)
     return F.embedding_bag(place_TK, y_Rd, mode="sum", per_sample_weights=weights_TK).to(x_Td.dtype)
+
+
+def sort_routes(bank_R: Tensor, banks: int) -> tuple[Tensor, Tensor]:
+    """Order routes by bank, routes of one bank by their position: (order [R] int64, ends [banks] int32).
+
+    `ends[b]` is one past the last sorted route of bank b. Routes of a bank that is not there (id `banks` or more) come
+    last and are counted by no entry, so a rank that holds a part of a head's experts needs no count of its routes.
+    """
+    sorted_R, order_R = bank_R.sort(stable=True)
+    ends = torch.searchsorted(sorted_R, torch.arange(banks, device=bank_R.device), right=True, out_int32=True)
+    return order_R, ends
 
 
 def _grouped(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:

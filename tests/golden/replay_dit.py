@@ -32,10 +32,11 @@ from ...magi2_core.dit.norm import rms_norm
 from ...magi2_core.dit.parameters import preview_tensors
 from ...magi2_core.dit.prepare import prepare
 from ...magi2_core.dit.rope import rotary_bands, rotary_table, rotate
-from ...magi2_core.dit.router import route, sort_routes
+from ...magi2_core.dit.router import route
 from ...magi2_core.dit.runs import Run
 from ...magi2_core.dit.weights import Tensors
 from ...magi2_core.kernels.attention import varlen_attention
+from ...magi2_core.kernels.experts import sort_routes
 from ...magi2_core.sampling.time_embedding import time_embedding
 from ..ranks import run_ranks
 from .limits import judge, missed
