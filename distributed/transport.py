@@ -195,8 +195,7 @@ class Channel:
 def _map(file: int, size: int, private: bool) -> mmap.mmap:
     if os.fstat(file).st_size < size:  # touching a page past the end would kill the process
         raise TransportError(f"A message's file holds {os.fstat(file).st_size} bytes instead of {size}.")
-    flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    return mmap.mmap(file, size, flags=flags)
+    return mmap.mmap(file, size, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
 
 
 def _tensor(
