@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,10 @@ from magi2_native.tests.comfy_server.server import Server, comfyui_root, start_s
 
 if TYPE_CHECKING:
     from magi2_native.tests.miniatures import Encoded
+
+
+# a job started in the background by a shell has Ctrl-C ignored, and hands that on; the tests press it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
