@@ -22,6 +22,7 @@ import queue
 import socket
 import stat
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,7 @@ class FirstRank(HostRank):
         self._held: dict[int, int] = {}
         self._told: list[Message] = []
         self._timer: threading.Timer | None = None
+        self._ends_at = 0.0
         for rank in range(1, self.mail.ranks):
             threading.Thread(target=self._hear_rank, args=(rank,), name=f"magi2-rank{rank}", daemon=True).start()
 
@@ -186,6 +188,7 @@ class FirstRank(HostRank):
             self._now = _NOTHING
             if self._timer is not None:
                 self._timer.cancel()
+                self._timer = None
         for answer in answers:
             self.say({"kind": "memory", "rank": answer["rank"], "memory": answer.pop("memory")})
             if answer["kind"] == "end" and answer["rank"] == 0:
@@ -217,10 +220,10 @@ class FirstRank(HostRank):
                 self._messages.put(message)
             elif message["job"] == self._job:
                 self._agree_to_stop()
-        self._agree_to_stop()
         with self._lock:
             if self._now != _NOTHING:
                 self._end_in(LEFT_SECONDS)
+        self._agree_to_stop()
         self._messages.put({"kind": "left"})
 
     def _agree_to_stop(self) -> None:
@@ -228,6 +231,8 @@ class FirstRank(HostRank):
         with self._lock:
             if self._now <= 0 or self._held:
                 return
+            # A rank that hangs may not even take the question; the client gives up one second earlier.
+            self._end_in(self._hello["grace_seconds"] + 1)
             self._held = {0: self.stop.hold(self._now)}
             for rank in range(1, self.mail.ranks):
                 self._tell(rank, {"kind": "hold", "serial": self._now})
@@ -268,12 +273,17 @@ class FirstRank(HostRank):
         with self._lock:
             message.pop("serial", None)
             self._told.append(message)
-            self._agree_to_stop()
             self._end_in(patience)
+            self._agree_to_stop()
 
     def _end_in(self, seconds: float) -> None:
+        """End the launch then, or earlier if that is settled already, unless the job ends before."""
+        end = time.monotonic() + seconds
         if self._timer is not None:
+            if self._ends_at <= end:
+                return
             self._timer.cancel()
+        self._ends_at = end
         self._timer = threading.Timer(seconds, self._end)
         self._timer.daemon = True
         self._timer.start()

@@ -79,9 +79,7 @@ class Pool:
         `poll` is called every 0.1 s; what it raises passes on, while the start goes on. Raises RankError or PoolError.
         """
         job = self._new_job("open", None, None)
-        with self._lock:
-            self._openers.append(job)
-        self._wake()
+        self._enqueue(job, self._openers)
         job.result(poll=poll)
         return self
 
@@ -94,9 +92,7 @@ class Pool:
         if replica is not None and not 0 <= replica < len(self._replicas):
             raise PoolError(f"There is no replica {replica}; this pool has {len(self._replicas)}, numbered from 0.")
         job = self._new_job(call, dict(arguments or {}), replica)
-        with self._lock:
-            self._queue.append(job)
-        self._wake()
+        self._enqueue(job, self._queue)
         return job
 
     def close(self) -> None:
@@ -148,6 +144,16 @@ class Pool:
         message = Packed({"kind": "run", "job": number, "call": call, "arguments": arguments})
         return Job(number, call, replica, message, self._wake, patience=self.spec.grace_seconds + 20)
 
+    def _enqueue(self, job: Job, waiting: list[Job] | deque[Job]) -> None:
+        with self._lock:
+            closed = self._closing  # meanwhile, and then nobody would look at the queue again
+            if not closed:
+                waiting.append(job)
+        if closed:
+            job.message.close()
+            raise PoolError("The pool is closed; make a new one.")
+        self._wake()
+
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # already woken many times over, or closed
             self._waker.send(b"x")
@@ -184,8 +190,7 @@ class Pool:
     def _drop_cancelled(self) -> None:
         with self._lock:
             cancelled = [job for job in (*self._queue, *self._openers) if job.cancels]
-            self._queue = deque(job for job in self._queue if not job.cancels)
-            self._openers = [job for job in self._openers if not job.cancels]
+            self._remove(cancelled)
         for job in cancelled:
             job.drop(JobCancelledError("The job was cancelled before it began."))
 
@@ -220,23 +225,30 @@ class Pool:
             if error is None:
                 continue
             with self._lock:
-                told = self._openers or [job for job in self._queue if job.replica in (None, replica.index)][:1]
-                self._openers = []
-                self._queue = deque(job for job in self._queue if job not in told)
+                held_up = [job for job in self._queue if job.replica in (None, replica.index)]
+                told = list(self._openers) or held_up[:1]
+                self._remove(told)
             for job in told:
                 job.drop(error)
         if self._openers and all(replica.state in ("idle", "busy") for replica in self._replicas):
             with self._lock:
-                openers, self._openers = self._openers, []
+                openers = list(self._openers)
+                self._remove(openers)
             for job in openers:
                 job.drop(None)
+
+    def _remove(self, jobs: list[Job]) -> None:
+        """Take jobs out of the queue and of those who wait for a start; the lock is held."""
+        for waiting in (self._queue, self._openers):
+            kept = [job for job in waiting if job not in jobs]
+            waiting.clear()
+            waiting.extend(kept)
 
     def _end(self, error: PoolError) -> None:
         with self._lock:
             self._closing = True
             jobs = [*self._queue, *self._openers]
-            self._queue.clear()
-            self._openers = []
+            self._remove(jobs)
         for replica in self._replicas:
             jobs += [replica.job] if replica.job is not None else []
             replica.kill()

@@ -62,7 +62,7 @@ class RemoteReplica(Replica):
         self._send({
             "kind": "hello", "engine": self._spec.engine, "plan": dict(self._spec.plan),
             "first": self.index * self.size, "layout": asdict(self._spec.layout),
-            "preview_seconds": self._spec.preview_seconds,
+            "preview_seconds": self._spec.preview_seconds, "grace_seconds": self._spec.grace_seconds,
         })  # fmt: skip
 
     def files(self) -> list[Any]:

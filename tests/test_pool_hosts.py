@@ -62,7 +62,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, lis
 
 
 def connect(launch: tuple[Path, object]) -> Pool:
-    return Pool(PoolSpec(ENGINE, {}, TWO, sockets=(str(launch[0]),), preview_seconds=0)).open()
+    return Pool(PoolSpec(ENGINE, {}, TWO, sockets=(str(launch[0]),), preview_seconds=0, grace_seconds=2)).open()
 
 
 @pytest.fixture
@@ -197,6 +197,20 @@ def test_a_killed_rank_is_named(pool: Pool, rank: int, message: str) -> None:
         pool.submit("die", {"how": "SIGKILL", "rank": rank}).result()
     assert time.monotonic() - start < 10
     assert_right(pool)
+
+
+def test_a_rank_that_does_not_stop_costs_a_new_start(pool: Pool) -> None:
+    workers = pids(pool)
+    job = pool.submit("hold", {"seconds": 600, "rank": 1})
+    next(event for event in job.events() if isinstance(event, Progress))
+    time.sleep(0.2)
+    start = time.monotonic()
+    job.cancel()
+    with pytest.raises(JobCancelledError, match="did not stop within 2 s"):
+        job.result()
+    assert time.monotonic() - start < 8
+    assert_right(pool)
+    assert not set(pids(pool)) & set(workers)
 
 
 def test_a_layout_that_the_launch_does_not_have_is_refused(launch: tuple[Path, object]) -> None:
