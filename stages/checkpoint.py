@@ -21,6 +21,7 @@ def load_checkpoint(
     dtype: str = "bfloat16",
     residency: str = "auto",
     start_anyway: bool = False,
+    refiner_residual: str = "float32",
     *,
     folders: Folders,
 ) -> Model:
@@ -30,7 +31,10 @@ def load_checkpoint(
     memory that is there, unless `start_anyway` is on.
     """
     root = resolve_checkpoint(checkpoint, folders)
-    plan = make_plan(root, layout=layout.strip(), devices=parse_devices(devices), dtype=dtype, residency=residency)
+    plan = make_plan(
+        root, layout=layout.strip(), devices=parse_devices(devices), dtype=dtype, residency=residency,
+        refiner_residual=refiner_residual,
+    )  # fmt: skip
     if plan.shortage and not start_anyway:
         raise RequestError(f"{plan.describe()}\nTurn on start_anyway to try it all the same.")
     return Model(checkpoint, plan, checkpoint_identity(root))

@@ -71,17 +71,20 @@ def check_variation(variation: int) -> None:
 
 
 def enhance_identity(prompt: str | None, variation: int | None, folders: Folders) -> str:
-    """Changes when the language model does, and after a prompt was used as it is, which is worth another try.
+    """Changes when the language model or the user's instructions do, and after a prompt was used as it is, which is
+    worth another try.
 
     Kept with the workflow by ComfyUI, so it holds no address and no key. Never raises.
     """
     try:
         endpoint = find_endpoint(folders.user)
-    except RequestError:
-        endpoint = None
-    where = "" if endpoint is None else f"{endpoint.host} {endpoint.model}"
+        own_texts = [] if folders.user is None else sorted(folders.user.glob("enhance_*.md"))
+        changed = [f"{file.name} {file.stat().st_mtime_ns}" for file in own_texts]
+    except (RequestError, OSError):
+        endpoint, changed = None, []
+    where = [] if endpoint is None else [endpoint.host, endpoint.model]
     tries = _passed_on[prompt or "", variation or 0]
-    return f"{hashlib.sha256(where.encode()).hexdigest()[:16]} {tries}"
+    return f"{hashlib.sha256(' '.join([*where, *changed]).encode()).hexdigest()[:16]} {tries}"
 
 
 def describe_enhanced(enhanced: Enhanced, folders: Folders) -> str:

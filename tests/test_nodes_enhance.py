@@ -187,6 +187,17 @@ def test_another_model_counts_as_a_change_and_a_new_key_does_not(graph: Graph) -
         assert isinstance(fingerprint(graph), str), "a fingerprint never raises"
 
 
+def test_own_instructions_count_as_a_change_and_are_used(graph: Graph) -> None:
+    with CaptionServer(GOOD) as server:
+        folder = set_up(graph, server)
+        enhance(graph)
+        before = fingerprint(graph)
+        (folder / "enhance_t2v.md").write_text("In my own words: {user_prompt}")
+        assert fingerprint(graph) != before
+        enhance(graph)
+    assert server.requests[1]["messages"][0]["content"][0]["text"] == "In my own words: a potter"
+
+
 # ---- failure
 
 

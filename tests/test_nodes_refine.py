@@ -163,6 +163,11 @@ def test_cancel_stops_the_job_and_leaves_no_file(any_graph: Graph, stage: str) -
     assert list((any_graph.stub.folder_paths.base / "temp").iterdir()) == []
 
 
+def test_the_residual_of_the_refiner_is_chosen_with_the_checkpoint(graph: Graph) -> None:
+    assert graph.model().plan.refiner_residual == "float32"
+    assert graph.model(refiner_residual="bfloat16").plan.refiner_residual == "bfloat16"
+
+
 # ---- clips that are too large to be frames
 
 
