@@ -126,7 +126,7 @@ def disturb(pool: Pool, fate: str, chance: random.Random, report: Report, number
     raise_in = [chance.randrange(steps), chance.randrange(ranks)] if fate == "raise" else None
     arguments = {"seed": chance.randrange(PRIME), "steps": steps, "pause": pause, "raise_in": raise_in}
     job = pool.submit("steps", arguments)
-    moment = chance.random() * steps * LAYERS * (pause + 0.0005)
+    moment = chance.random() * steps * LAYERS * (pause + 0.0002)
     if fate in ("cancel", "kill"):
         time.sleep(moment)
     disturbed = time.monotonic()
