@@ -88,13 +88,13 @@ HALVED_HEADS = replace(SCALED, moe=replace(NARROW.moe, num_heads=6))
         ("sp1", torch.bfloat16, replace(NARROW, attn_softcap=5.0), "attention"),
         ("sp2", torch.float32, NARROW, "exchange"),
         ("sp4", torch.bfloat16, SCALED, "experts"),
-        ("sp4", torch.float32, HALVED_HEADS, "dense MLP"),
+        ("sp4", torch.float32, HALVED_HEADS, "experts"),
         ("tp2", torch.bfloat16, NARROW, "stream update"),
         ("tp2sp2", torch.float32, SCALED, "experts"),
         ("cfg2", torch.bfloat16, SCALED, "experts"),
     ],
 )
-def test_the_prediction_is_within_ten_percent_of_a_run(
+def test_the_prediction_is_within_five_percent_of_a_run(
     layout: str, dtype: torch.dtype, config: PreviewConfig, fullest: str
 ) -> None:
     parallel, config = ParallelLayout.parse(layout), replace(config, params_dtype=dtype)
@@ -103,7 +103,7 @@ def test_the_prediction_is_within_ten_percent_of_a_run(
     for rank, peak in enumerate(measured):
         memory = preview_memory(config, BRANCHES, parallel, rank, device_type="cpu")
         assert max(memory.phases, key=memory.phases.__getitem__) == fullest
-        assert memory.working == pytest.approx(peak - memory.tensors["weights"], rel=0.10)
+        assert memory.working == pytest.approx(peak - memory.tensors["weights"], rel=0.05)
 
 
 # The released widths, on shapes alone
@@ -128,7 +128,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("resolution", "layout"), [("272p", "sp1"), ("540p", "sp4"), ("540p", "sp8")])
-def test_the_prediction_for_a_gpu_is_within_ten_percent_of_a_forward_at_full_size(
+def test_the_prediction_for_a_gpu_is_within_five_percent_of_a_forward_at_full_size(
     resolution: str, layout: str, as_on_a_gpu: None
 ) -> None:
     parallel, (frames, audio) = ParallelLayout.parse(layout), clip_lengths()
@@ -150,4 +150,4 @@ def test_the_prediction_for_a_gpu_is_within_ten_percent_of_a_forward_at_full_siz
         del latents
     video = frames * grid[1] * grid[2]
     memory = preview_memory(RELEASED, [BranchRows(video, audio, 500), BranchRows(video, audio, 330)], parallel)
-    assert memory.working == pytest.approx(storage.peak - memory.tensors["weights"], rel=0.10)
+    assert memory.working == pytest.approx(storage.peak - memory.tensors["weights"], rel=0.05)

@@ -271,12 +271,15 @@ def _gated(part: _Part, width: int) -> int:
 
 
 def _experts(part: _Part) -> int:
-    """The routes of one head: first their choice, then their rows and products."""
+    """The routes of one head: their choice, then their rows, gate and up, then their results and sums."""
     moe, d, compute = part.config.moe, part.config.moe_head_dim, part.compute
     inner, tokens = moe.expert_intermediate_size, min(part.expert_rows, tokens_at_once(moe))
     routes = tokens * moe.top_k
     product = compute if runs_on_device(part.device_type, part.config.params_dtype, d, inner) else FP32
     hidden = 0 if product == compute else compute  # elsewhere it takes the gate's place
     active = min(routes, activated_rows(part.device_type, inner)) * inner * (2 * FP32 + product % FP32)
-    choice = tokens * (part.converted * d + 3 * moe.num_experts * FP32)
-    return max(choice, routes * (FP32 + 2 * INT64 + d * compute + inner * (2 * product + hidden)) + active)
+    chosen = tokens * (part.converted * d + 3 * moe.num_experts * FP32)
+    sorted_rows = FP32 + 2 * INT64 + d * compute
+    evaluated = routes * (sorted_rows + inner * (2 * product + hidden)) + active
+    summed = routes * (sorted_rows + 2 * INT64 + inner * compute + d * (product % FP32 + FP32)) + tokens * d * FP32
+    return max(chosen, evaluated, summed)
