@@ -14,36 +14,45 @@ from typing import Any
 
 import torch
 
+from ...distributed.exchange import ParallelContext
 from ...distributed.layout import ModelShape, ParallelLayout, check_layout, legal_layouts
 from ..checkpoint.folder import REFINER, CheckpointFolder
 from ..checkpoint.shard import local_bytes
-from ..config import PreviewConfig, parse_dtype
+from ..config import PreviewConfig, RefinerConfig, parse_dtype
 from ..dit.memory import BranchRows, preview_memory
-from ..dit.parameters import preview_tensors
 from ..errors import RequestError
+from ..refiner.memory import refiner_memory
+from ..refiner.model import refiner_parallel
 from ..refiner.parameters import refiner_tensors
+from ..refiner.stage import RefinerSettings
 from ..sampling.geometry import clip_lengths, latent_grid, tier
 from .machine import choose_devices, device_memory
+from .stages import TEXT_TOKENS, StageMemory, side_stages
 
 RESIDENCIES = ("auto", "keep", "swap")
 DTYPES = ("bfloat16", "float32")
-TEXT_TOKENS = 2_000  # assumed for both prompts together when memory is estimated
 HEADROOM = 1 << 30  # the CUDA context, allocator slack, communication buffers
 
 
 @dataclass(frozen=True)
 class RankPlan:
     """One rank: its device, the transformer bytes it holds, the bytes a 540p forward needs beside them, and its memory:
-    the device's, or on the CPU an equal part of the host's."""
+    the device's, or on the CPU an equal part of the host's.
+
+    others: bytes of the largest other stage that a clip may need, alone on the device and with as little as it can
+    work with. refiner: bytes of the second stage at 1080p, 0 without one.
+    """
 
     device: str
     weights: int
     working: int
     memory: int
+    others: int = 0
+    refiner: int = 0
 
     @property
     def needed(self) -> int:
-        return self.weights + self.working + HEADROOM
+        return max(self.weights + self.working, self.others) + HEADROOM
 
 
 @dataclass(frozen=True)
@@ -91,10 +100,18 @@ class Plan:
         """A sentence naming the first rank whose device is too small, or None if everything fits."""
         for number, rank in enumerate(self.ranks):
             if rank.needed > rank.memory:
-                return (
-                    f"Rank {number} needs {_gb(rank.needed)} on {rank.device} and {_gb(rank.memory)} are there. "
-                    "Use more devices, so that each holds a smaller share of the experts."
-                )
+                advice = "Use more devices, so that each holds a smaller share of the experts."
+                if rank.others > rank.weights + rank.working:
+                    advice = "A stage beside the transformer takes as much; use a device with more memory."
+                return f"{_needs(number, rank.needed, rank)} {advice}"
+        return None
+
+    @property
+    def refiner_shortage(self) -> str | None:
+        """A sentence naming the first rank whose device is too small for 1080p, or None if there is none."""
+        for number, rank in enumerate(self.ranks):
+            if rank.refiner and rank.refiner + HEADROOM > rank.memory:
+                return f"At 1080p: {_needs(number, rank.refiner + HEADROOM, rank)} Use more devices, or 540p."
         return None
 
     @property
@@ -116,7 +133,8 @@ class Plan:
             f"{_gb(rank.memory)} there"
             for i, rank in enumerate(self.ranks)
         ]
-        lines += [f"  {sentence}" for sentence in (self.difference, self.shortage or "This fits.") if sentence]
+        sentences = (self.difference, self.shortage or "This fits.", self.refiner_shortage)
+        lines += [f"  {sentence}" for sentence in sentences if sentence]
         return "\n".join(lines)
 
 
@@ -149,20 +167,53 @@ def make_plan(
     if layout == "auto" and devices is not None and parallel.world < len(names):
         raise RequestError(_uneven(shape, len(names)))
     names = names[: parallel.world]
-    ranks = tuple(_plan_rank(config, parallel, rank, names) for rank in range(parallel.world))
+    networks = _networks(folder, config, parse_dtype(refiner_residual))
+    ranks = tuple(_plan_rank(networks, parallel, rank, names) for rank in range(parallel.world))
     if residency == "auto":
-        room = min(rank.memory - rank.needed for rank in ranks)
-        residency = "keep" if room > _beside(folder) else "swap"
+        residency = "keep" if all(_keeps(networks, rank) for rank in ranks) else "swap"
     return Plan(str(folder.root), parallel.label, dtype, residency, refiner_residual, ranks)
 
 
-def _beside(folder: CheckpointFolder) -> int:
-    """Bytes that every network beside the preview transformer needs on one rank, with room to work.
+@dataclass(frozen=True)
+class _Networks:
+    """What a checkpoint holds beside each other: both transformers in the compute dtype, and the other stages."""
 
-    The refiner counts with its weights alone: it takes its working memory when the transformer does not work.
-    """
-    refiner = local_bytes(refiner_tensors(folder.refiner_config()), None) if (folder.root / REFINER).is_dir() else 0
-    return refiner + 2 * HEADROOM
+    preview: PreviewConfig
+    refiner: RefinerConfig | None
+    residual: torch.dtype
+    sides: Mapping[str, StageMemory]
+
+
+def _networks(folder: CheckpointFolder, preview: PreviewConfig, residual: torch.dtype) -> _Networks:
+    refiner = None
+    if (folder.root / REFINER).is_dir():
+        refiner = replace(folder.refiner_config(), params_dtype=preview.params_dtype)
+    return _Networks(preview, refiner, residual, side_stages(folder, "540p"))
+
+
+def _plan_rank(networks: _Networks, layout: ParallelLayout, rank: int, devices: Sequence[str]) -> RankPlan:
+    device = devices[rank]
+    kind = torch.device(device).type
+    preview = preview_memory(networks.preview, preview_branches("540p"), layout, rank, device_type=kind)
+    others = max((side.weights + side.least for side in networks.sides.values()), default=0)
+    refiner = 0
+    if networks.refiner is not None:
+        place = ParallelContext(layout, rank, None, None, None, None)
+        refiner = refiner_memory(
+            networks.refiner, RefinerSettings().grid(clip_lengths()[0]), TEXT_TOKENS,
+            refiner_parallel(place, networks.refiner).layout.sp, device_type=kind, residual=networks.residual,
+        ).peak  # fmt: skip
+    memory = device_memory(device) // (devices.count("cpu") if device == "cpu" else 1)
+    return RankPlan(device, preview.tensors["weights"], preview.working, memory, others, refiner)
+
+
+def _keeps(networks: _Networks, rank: RankPlan) -> bool:
+    """Whether all networks have room on a rank's device together, and each beside the others room to work."""
+    refiner = 0 if networks.refiner is None else local_bytes(refiner_tensors(networks.refiner), None)
+    sides = networks.sides.values()
+    weights = rank.weights + refiner + sum(side.weights for side in sides)
+    working = max(rank.working, rank.refiner - refiner, *(side.working for side in sides))
+    return weights + working + HEADROOM <= rank.memory
 
 
 def model_shape(config: PreviewConfig) -> ModelShape:
@@ -187,19 +238,14 @@ def _uneven(shape: ModelShape, devices: int) -> str:
     )
 
 
-def _plan_rank(config: PreviewConfig, layout: ParallelLayout, rank: int, devices: Sequence[str]) -> RankPlan:
-    share = layout.share(rank, config.moe.num_heads, config.moe.num_experts)
-    weights = local_bytes(preview_tensors(config), share)
-    kind = torch.device(devices[rank]).type
-    working = preview_memory(config, preview_branches("540p"), layout, rank, device_type=kind).working
-    memory = device_memory(devices[rank]) // (devices.count("cpu") if devices[rank] == "cpu" else 1)
-    return RankPlan(devices[rank], weights, working, memory)
-
-
 def preview_branches(resolution: str) -> list[BranchRows]:
     """Rows of both guidance branches of a clip, with prompts of usual length."""
     video = prod(latent_grid(*tier(resolution).preview))
     return [BranchRows(video, clip_lengths()[1], TEXT_TOKENS // 2)] * 2
+
+
+def _needs(number: int, needed: int, rank: RankPlan) -> str:
+    return f"Rank {number} needs {_gb(needed)} on {rank.device} and {_gb(rank.memory)} are there."
 
 
 def _gb(count: int) -> str:

@@ -11,14 +11,16 @@ from ..dit.memory import preview_memory
 from ..refiner.memory import refiner_memory
 from ..refiner.stage import RefinerSettings
 from ..sampling.geometry import clip_lengths, tier
-from .plan import TEXT_TOKENS, model_shape, preview_branches
+from .plan import model_shape, preview_branches
+from .stages import TEXT_TOKENS, side_stages
 
 DEVICES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Bytes on the fullest rank of one layout: the weights of a stage, and its peak with them."""
+    """Bytes on the fullest rank of one layout: the weights of a stage, and its peak with them. Layout "any" is that of
+    a stage which every layout runs on single ranks."""
 
     stage: str
     layout: str
@@ -26,13 +28,15 @@ class PlanRow:
     peak: int
 
     def describe(self) -> str:
-        return f"  {self.stage:8} {self.layout:4} {self.weights / 1e9:8.1f} GB weights {self.peak / 1e9:8.1f} GB peak"
+        return f"  {self.stage:22} {self.layout:4} {self.weights / 1e9:8.1f} GB weights {self.peak / 1e9:8.1f} GB peak"
 
 
 def plan_table(checkpoint: Path, resolution: str) -> list[PlanRow]:
-    """Memory of the preview, and for 1080p of the refiner, in every layout of `DEVICES` that the model allows.
+    """Memory of each stage: of the transformers in every layout of `DEVICES` that the model allows, the refiner only
+    for 1080p; and of the other stages that the checkpoint has, the video decoder both with whole frames and in the
+    smallest tiles.
 
-    The two stages are never on a device together, so the larger one counts.
+    Swapped stages are never on a device together, so the largest counts.
     """
     folder = CheckpointFolder(checkpoint)
     config = folder.preview_config()
@@ -43,10 +47,13 @@ def plan_table(checkpoint: Path, resolution: str) -> list[PlanRow]:
         ranks = [preview_memory(config, branches, layout, rank) for rank in range(layout.world)]
         fullest = max(ranks, key=lambda memory: memory.peak)
         rows.append(PlanRow("preview", layout.label, fullest.tensors["weights"], fullest.peak))
-    if tier(resolution).refined is None:
-        return rows
-    grid = RefinerSettings().grid(clip_lengths()[0])
-    for layout in layouts:
-        memory = refiner_memory(folder.refiner_config(), grid, TEXT_TOKENS, layout.sp)
-        rows.append(PlanRow("refiner", layout.label, memory.tensors["weights"], memory.peak))
+    if tier(resolution).refined is not None:
+        grid = RefinerSettings().grid(clip_lengths()[0])
+        for layout in layouts:
+            memory = refiner_memory(folder.refiner_config(), grid, TEXT_TOKENS, layout.sp)
+            rows.append(PlanRow("refiner", layout.label, memory.tensors["weights"], memory.peak))
+    for stage, side in side_stages(folder, resolution).items():
+        rows.append(PlanRow(stage, "any", side.weights, side.peak))
+        if side.least < side.working:
+            rows.append(PlanRow(f"{stage} in tiles", "any", side.weights, side.weights + side.least))
     return rows
