@@ -33,7 +33,7 @@ class Magi2UnloadWorkers(io.ComfyNode):
                 ),
                 io.AnyType.Input(
                     "after", optional=True, tooltip="Connect the result that should be finished first, for instance"
-                    " the frames of MAGI-2 Decode."
+                    " the video of MAGI-2 Decode."
                 ),
             ],
             outputs=[io.AnyType.Output(display_name="after", tooltip="What came in, unchanged.")],

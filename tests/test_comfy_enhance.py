@@ -182,9 +182,11 @@ def test_a_line_becomes_a_caption_that_is_edited_in_the_node_and_runs(page: Page
         page.drop_workflow("enhance_to_clip.json", text)
         page.wait("(count) => window.app.graph._nodes.length === count", len(json.loads(text)["nodes"]))
         page.run(SHRINK)
-        page.run(TYPE_INTO, ["Magi2EnhancePrompt", "prompt", f"a harbour in a storm, seen in {page.tab.url}"])
+        line = f"{{red|blue}} (boats:1.2) in a storm // seen in {page.tab.url}"
+        page.run(TYPE_INTO, ["Magi2EnhancePrompt", "prompt", line])
         press_run(page, 1)
-        assert len(captions.requests) == 1
+        (request,) = captions.requests
+        assert line in request["messages"][0]["content"][0]["text"], "neither the page nor the server rewrites it"
         page.wait(WIDGET, ["Magi2Caption", "magi2_text"])
         shown = page.run(WIDGET, ["Magi2Caption", "magi2_text"])
         assert "Stopped here" in shown

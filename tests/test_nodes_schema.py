@@ -76,6 +76,20 @@ def test_number_widgets_can_be_typed_and_text_is_not_rewritten(graph: Graph, nod
             assert slot.extra["dynamicPrompts"] is False
 
 
+def test_the_default_negative_prompt_is_in_the_node_and_can_be_a_file_of_the_user(graph: Graph) -> None:
+    def shown() -> str:
+        slots = schema(graph, "Magi2EncodePrompt").inputs
+        return next(slot.extra["default"] for slot in slots if slot.id == "negative_prompt")
+
+    text = (ROOT / "magi2_core" / "conditioning" / "texts" / "negative_prompt.txt").read_text(encoding="utf-8")
+    assert shown() == text.strip()
+    own = graph.stub.folder_paths.base / "user" / "magi2" / "negative_prompt.txt"
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("no rain, 无雨\n", encoding="utf-8")
+    assert shown() == "no rain, 无雨"
+    own.unlink()
+
+
 def test_the_seed_covers_every_64_bit_number_and_can_change_by_itself(graph: Graph) -> None:
     seed = next(slot for slot in schema(graph, "Magi2Sampler").inputs if slot.id == "seed")
     assert (seed.extra["min"], seed.extra["max"]) == (0, 2**64 - 1)

@@ -133,7 +133,7 @@ def templates() -> dict[str, list[Node]]:
     small = _common(PROMPT, residency="swap")
     small += [
         ("keep", "Magi2SaveLatent", (940, 620), {"magi2_latent": ("sample", "latent")}),
-        ("free", "Magi2UnloadWorkers", (1340, 900), {"after": ("decode", "frames")}),
+        ("free", "Magi2UnloadWorkers", (1340, 900), {"after": ("decode", "video")}),
     ]
     large = _common(PROMPT)
     large[2][3].update(resolution="540p", steps=50)
