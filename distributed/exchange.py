@@ -207,7 +207,7 @@ def gather_tokens(x_SC: Tensor, split: TokenSplit, group: Group) -> Tensor:
         padded_SC = x_SC.new_zeros(most, *x_SC.shape[1:])
         padded_SC[: split.local] = x_SC
     gathered_PSC = x_SC.new_empty(split.ranks, most, *x_SC.shape[1:])
-    dist.all_gather(list(gathered_PSC.unbind(0)), padded_SC, group)
+    dist.all_gather_into_tensor(gathered_PSC.flatten(0, 1), padded_SC, group)
     if min(split.counts) == most:
         return gathered_PSC.flatten(0, 1)
     return torch.cat([rows_SC[:count] for rows_SC, count in zip(gathered_PSC, split.counts, strict=True)])
@@ -227,6 +227,14 @@ def broadcast(x: Tensor, group: Group) -> Tensor:
     if group is not None and x.numel():
         dist.broadcast(x, dist.get_global_rank(group, 0), group=group)
     return x
+
+
+def broadcast_text(text: str, group: Group) -> str:
+    """The first rank's text on every rank of the group."""
+    told = [text]
+    if group is not None:
+        dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
+    return told[0]
 
 
 def send(x: Tensor, to: int, group: Group, device: torch.device) -> None:

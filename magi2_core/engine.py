@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..distributed.exchange import ParallelContext, broadcast, gather_tokens, receive, send
+from ..distributed.exchange import ParallelContext, broadcast, broadcast_text, gather_tokens, receive, send
 from ..distributed.layout import TokenSplit
 from .checkpoint.folder import TEXT_ENCODER, CheckpointFolder
 from .checkpoint.loader import load_module
@@ -46,6 +46,7 @@ from .sampling.noise import Draw, check_noise_device, clip_noise, draw_noise, no
 from .sampling.packing import Conditions, pack_request, pack_tokens, unpack
 
 Result = dict[str, Any]
+Made = TypeVar("Made")
 CALLS = (
     "load", "release", "encode_text", "encode_image", "sample", "refine", "decode_video", "decode_audio", "write_clip",
 )  # fmt: skip
@@ -123,7 +124,6 @@ class Engine:
         return module.eval()
 
     def _load_text_encoder(self, events: Events) -> TextEncoder:
-        # its layers come from the disk for each new prompt: 50 GB that are needed once have no place beside the model
         folder = self.folder.root / TEXT_ENCODER
         return TextEncoder(folder, width=self.config.text_in_channels, device=self.device)
 
@@ -355,10 +355,9 @@ class Engine:
         """
         sound = None if waveform is None else Sound(waveform, sample_rate)
         width, height = size or (SPATIAL_STRIDE * video.shape[3], SPATIAL_STRIDE * video.shape[2])
-        # made on every rank, so that all refuse what cannot be written, before the work
-        writer = VideoWriter(path, width, height, Fraction(fps), sound, crf)
+        writer = self._agreed(lambda: VideoWriter(path, width, height, Fraction(fps), sound, crf))
         blocks = self._frame_blocks(video, events)
-        if self.leads:
+        if writer is not None:
             # the others pass no check points between frames
             alone = events if self.parallel.replica_group is None else SILENT
             with writer:
@@ -366,6 +365,20 @@ class Engine:
                     writer.write(resize(block, width, height) if size else block, alone)
         return {}
 
+
+    def _agreed(self, make: Callable[[], Made]) -> Made | None:
+        """What the first rank makes, None elsewhere. If that rank refuses, all ranks do, with the same sentence: one
+        that failed alone would leave the others waiting for it. Other hosts' file systems have no say.
+        """
+        made, refusal = None, ""
+        if self.leads:
+            try:
+                made = make()
+            except RequestError as error:
+                refusal = str(error)
+        if refusal := broadcast_text(refusal, self.parallel.replica_group):
+            raise RequestError(refusal)
+        return made
 
 def _known(stages: Sequence[str]) -> Sequence[str]:
     if unknown := [stage for stage in stages if stage not in STAGES]:

@@ -89,6 +89,21 @@ def test_a_clip_written_by_two_ranks_is_the_file_that_one_writes(tiny: Path, cal
     assert (facts.frames, facts.width, facts.height, facts.samples) == (125, 48, 30, 441_000)
 
 
+def test_the_other_ranks_need_no_folder_of_the_clip(tiny: Path, calls: Calls, tmp_path: Path) -> None:
+    """They may be on another host."""
+    arguments = {"video": calls[2][1]["video"], "waveform": None, "sample_rate": 44_100, "crf": 10, "fps": "25/2"}
+    file = tmp_path / "clip.mp4"
+    run_ranks(2, on_rank_of_another_host, tiny_plan(tiny, "sp2"), [("write_clip", {**arguments, "path": str(file)})])
+    assert read_back(file).frames == 125
+
+
+def on_rank_of_another_host(rank: int, plan: Plan, calls: Calls) -> None:
+    if rank:
+        for _, arguments in calls:
+            arguments["path"] = "/folder/of/another/host/clip.mp4"
+    on_rank(rank, plan, calls)
+
+
 def test_a_file_that_cannot_be_written_is_refused_by_all_ranks_alike(tiny: Path, calls: Calls, tmp_path: Path) -> None:
     """One rank refusing alone would leave the others in a hand-over."""
     arguments = {
