@@ -91,19 +91,6 @@ def test_prompts_encoded_together_equal_prompts_encoded_alone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
-def test_resident_and_streamed_layers_give_the_same_features() -> None:
-    encoder = tiny()
-    streamed = encoder.encode(PROMPTS, Silent())
-    events = Recorder()
-    encoder.load(events)
-    assert encoder.resident
-    assert events.reports == [("load", i + 1, 4) for i in range(4)]
-    resident = encoder.encode(PROMPTS, Silent())
-    encoder.release()
-    assert not encoder.resident
-    assert all(torch.equal(a, b) for a, b in zip(streamed, resident, strict=True))
-
-
 def test_streaming_reads_each_layer_once_for_all_prompts_and_only_used_embedding_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,13 +174,6 @@ def test_cancel_stops_between_two_layers_and_leaves_the_encoder_usable() -> None
         encoder.encode(PROMPTS, events)
     assert events.reports[-1] == ("encode_text", 2, 4)
     assert len(encoder.encode(PROMPTS, Silent())) == 3
-
-
-def test_cancel_while_loading_leaves_the_encoder_streaming() -> None:
-    encoder = tiny()
-    with pytest.raises(KeyboardInterrupt):
-        encoder.load(Recorder(cancel_at=2))
-    assert not encoder.resident
 
 
 def test_a_prompt_without_tokens_gets_a_sentence() -> None:

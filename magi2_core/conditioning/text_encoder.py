@@ -1,8 +1,8 @@
 """The text encoder: Qwen3.5's residual stream two layers below the top, un-normed (30 §4).
 
 Only the layers below that point exist here, and only the embedding rows of the used tokens are ever read. The layers
-stay on the device after `load`, or come from the disk one at a time, each applied to every prompt and let go again
-(30 §12).
+come from the disk one at a time, each applied to every prompt and let go again (30 §12): 50 GB that are needed once for
+a prompt have no place beside the model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STAGE = "encode_text"
 
 
 class TextEncoder:
-    """One text encoder folder, opened: tokenizer, checked tensor table, and the layers if they were loaded.
+    """One text encoder folder, opened: tokenizer and checked tensor table.
 
     Opening reads only the files' headers and the tokenizer. `width` is the hidden size that the transformer expects.
     """
@@ -59,29 +59,7 @@ class TextEncoder:
         self.dtype = dtype
         self.layers = self.config.num_hidden_layers - skipped_layers
         self._qwen = _Qwen(text_section(config_json))
-        self._resident: list[nn.Module] = []
         self.identity = _identity(folder, self, skipped_layers)
-
-    @property
-    def resident(self) -> bool:
-        """Whether the layers are in memory; otherwise each encode reads them from the disk."""
-        return bool(self._resident)
-
-    def load(self, events: Events) -> None:
-        """Bring the layers to the device, where they stay until `release`."""
-        if self._resident:
-            return
-        loaded = []
-        with SafetensorsReader(self.entries) as reader:
-            for index in range(self.layers):
-                events.check()
-                loaded.append(self._read_layer(reader, index))
-                events.progress("load", index + 1, self.layers)
-        self._resident = loaded
-
-    def release(self) -> None:
-        """Let go of the layers; the encoder stays usable and streams them from the disk."""
-        self._resident = []
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[Sequence[int]], events: Events) -> list[Tensor]:
@@ -97,7 +75,7 @@ class TextEncoder:
             ropes = [self._qwen.rope(x_1LD) for x_1LD in streams]
             for index in range(self.layers):
                 events.check()
-                layer = self._resident[index] if self._resident else self._read_layer(reader, index)
+                layer = self._read_layer(reader, index)
                 # No mask and no cache: the attention is causal by itself, and there is no padding to hide (30 §4.1).
                 streams = [
                     layer(x_1LD, position_embeddings=rope, attention_mask=None)
