@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..magi2_core.refiner.stage import NOISE_LEVELS, RefinerSettings
+from ..magi2_core.refiner.window_attention import BACKENDS
 from ..magi2_core.sampling.noise import check_seed
+from ..stages.checkpoint import check_refiner
 from ..stages.refine import CLIPS_OWN, LARGEST_SIDE, refine, refined_size, refiner_settings
 from ..stages.sample import MOST_STEPS
 from ..stages.values import ClipLatent, Conditioning, Model
@@ -30,8 +32,11 @@ class Magi2Refine(io.ComfyNode):
             search_aliases=["magi2 1080p", "magi2 upscale", "magi2 super resolution"],
             inputs=[
                 ModelType.Input("model", tooltip="From MAGI-2 Load Checkpoint. The checkpoint needs its refiner/."),
-                LatentType.Input("latent", tooltip="From MAGI-2 Sampler at 540p, or a saved latent of that kind."),
-                ConditioningType.Input("conditioning", tooltip="The one that the sampler had."),
+                # lazy: what is missing for 1080p is found before they are made, where ComfyUI comes here first
+                LatentType.Input(
+                    "latent", lazy=True, tooltip="From MAGI-2 Sampler at 540p, or a saved latent of that kind."
+                ),
+                ConditioningType.Input("conditioning", lazy=True, tooltip="The one that the sampler had."),
                 io.Int.Input(
                     "steps",
                     default=DEFAULTS.steps,
@@ -145,6 +150,15 @@ class Magi2Refine(io.ComfyNode):
                     tooltip="-1: go on with the noise of the clip's own seed, as the model does. Another number: noise"
                     " of that seed.",
                 ),
+                advanced(
+                    io.Combo.Input,
+                    "attention",
+                    options=list(BACKENDS),
+                    default=DEFAULTS.attention,
+                    optional=True,
+                    tooltip="How the windows of the attention are computed; all give the same picture. auto is right"
+                    " nearly always; flex is torch's compiled kernel, on GPUs alone.",
+                ),
             ],
             outputs=[
                 LatentType.Output(display_name="latent", tooltip="The refined clip, for MAGI-2 Decode."),
@@ -166,6 +180,7 @@ class Magi2Refine(io.ComfyNode):
         cfg_trick_start_frame: int | None = None,
         cfg_trick_value: float | None = None,
         refiner_seed: int | None = None,
+        attention: str | None = None,
     ) -> bool | str:
         settings = {
             "steps": steps,
@@ -176,6 +191,7 @@ class Magi2Refine(io.ComfyNode):
             "audio_noise_scale": audio_noise_scale,
             "cfg_trick_start_frame": cfg_trick_start_frame,
             "cfg_trick_value": cfg_trick_value,
+            "attention": attention,
         }
         known: dict[str, Any] = {"steps": DEFAULTS.steps}
         known |= {name: value for name, value in settings.items() if value is not None}
@@ -184,6 +200,17 @@ class Magi2Refine(io.ComfyNode):
             sentence_of(lambda w, h: refined_size(DEFAULTS.width, DEFAULTS.height, w, h), width, height),
             sentence_of(check_seed, None if refiner_seed == CLIPS_OWN else refiner_seed),
         )
+
+    @classmethod
+    def check_lazy_status(
+        cls,
+        model: Model,
+        latent: ClipLatent | None = None,
+        conditioning: Conditioning | None = None,
+        **settings: Any,
+    ) -> list[str]:
+        check_refiner(model)
+        return [name for name, value in (("latent", latent), ("conditioning", conditioning)) if value is None]
 
     @classmethod
     def execute(cls, model: Model, latent: ClipLatent, conditioning: Conditioning, **settings: Any) -> Any:

@@ -61,6 +61,7 @@ def refine(
     cfg_trick_start_frame: int = 13,
     cfg_trick_value: float = 2.0,
     refiner_seed: int = CLIPS_OWN,
+    attention: str = "auto",
     *,
     events: Events,
 ) -> ClipLatent:
@@ -78,7 +79,7 @@ def refine(
     settings = refiner_settings(
         *size, steps, shift=shift, noise_value=noise_value, video_txt_guidance_scale=video_guidance,
         audio_txt_guidance_scale=audio_guidance, audio_noise_scale=audio_noise_scale, use_cfg_trick=use_cfg_trick,
-        cfg_trick_start_frame=cfg_trick_start_frame, cfg_trick_value=cfg_trick_value,
+        cfg_trick_start_frame=cfg_trick_start_frame, cfg_trick_value=cfg_trick_value, attention=attention,
     )  # fmt: skip
     seed = meta.get("seed", 0) if refiner_seed == CLIPS_OWN else refiner_seed
     check_seed(seed)

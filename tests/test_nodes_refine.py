@@ -59,7 +59,7 @@ def test_the_refiner_gets_what_it_needs_and_goes_on_with_the_clips_own_noise(gra
     assert arguments["settings"] == {
         "width": 1088, "height": 1920, "steps": 5, "shift": 5.0, "noise_value": 220, "video_txt_guidance_scale": 2.0,
         "audio_txt_guidance_scale": 5.0, "audio_noise_scale": -1.0, "use_cfg_trick": False,
-        "cfg_trick_start_frame": 13, "cfg_trick_value": 2.0,
+        "cfg_trick_start_frame": 13, "cfg_trick_value": 2.0, "attention": "auto",
     }  # fmt: skip
     assert refined["video"].shape == (48, 63, 120, 68)
     assert refined["audio"] is preview["audio"], "the sound stays the preview's"
@@ -82,13 +82,14 @@ def test_every_option_reaches_the_refiner(graph: Graph) -> None:
     refine(
         graph, steps=3, video_guidance=0.0, noise_value=0, shift=2.5, width=64, height=32, audio_noise_scale=0.5,
         audio_guidance=3.0, use_cfg_trick=True, cfg_trick_start_frame=4, cfg_trick_value=1.0, refiner_seed=2**64 - 1,
+        attention="gather",
     )  # fmt: skip
     arguments = last_call(graph)[1]
     assert arguments["seed"] == 2**64 - 1
     assert arguments["settings"] == {
         "width": 64, "height": 32, "steps": 3, "shift": 2.5, "noise_value": 0, "video_txt_guidance_scale": 0.0,
         "audio_txt_guidance_scale": 3.0, "audio_noise_scale": 0.5, "use_cfg_trick": True, "cfg_trick_start_frame": 4,
-        "cfg_trick_value": 1.0,
+        "cfg_trick_value": 1.0, "attention": "gather",
     }  # fmt: skip
 
 

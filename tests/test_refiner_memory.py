@@ -28,7 +28,7 @@ def measure(rank: int, world: int, dtype: torch.dtype, residual: torch.dtype) ->
         model = make_refiner(SCALED, parallel, dtype, residual)
         storage.peak = 0  # the model is part of what is alive, making it is not
         video, prompt, negative = torch.randn(1, 48, FRAMES, 2, 2), torch.randn(TEXT, 128), torch.randn(TEXT, 128)
-        evaluate = model_evaluate(model, settings, FRAMES, 0, prompt, negative, Silent(), backend="gather")
+        evaluate = model_evaluate(model, settings, FRAMES, 0, prompt, negative, Silent())
         refine(settings, video, torch.zeros(1, 0, 64), evaluate, torch.randn, Silent())
     return storage.peak
 

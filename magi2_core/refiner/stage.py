@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import RequestError
+from ..errors import RequestError, check_choice
 from ..events import Events
 from ..sampling.denoise import SamplingSettings, denoise
 from ..sampling.geometry import SPATIAL_STRIDE
@@ -20,6 +20,7 @@ from ..sampling.noise import Draw
 from .blocks import WindowSettings
 from .model import RELEASED_WINDOW, RefinerTransformer
 from .prepare import pack_refiner, unpack_refiner
+from .window_attention import BACKENDS
 
 NOISE_LEVELS = 1000
 
@@ -34,7 +35,8 @@ class RefinerSettings:
     width, height: of the refined frames; multiples of 16 (1080 would become 1072). shift: None means the preview's.
     noise_value: place in the noise table, 0 adds none, 999 leaves nothing of the preview. audio_noise_scale: below 0
     the refiner sees no sound, at 0 it sees the finished sound, above 0 it refines a noised copy; the decoded sound is
-    the preview's in every case. The cfg trick counts frames of the refined latent.
+    the preview's in every case. The cfg trick counts frames of the refined latent. attention: the backend of the window
+    attention.
     """
 
     width: int = 1920
@@ -48,6 +50,7 @@ class RefinerSettings:
     use_cfg_trick: bool = False
     cfg_trick_start_frame: int = 13
     cfg_trick_value: float = 2.0
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         if min(self.width, self.height) < SPATIAL_STRIDE:
@@ -56,6 +59,7 @@ class RefinerSettings:
             raise RequestError(f"noise_value is {self.noise_value}; it must be 0 to {NOISE_LEVELS - 1}.")
         if not math.isfinite(self.audio_noise_scale):
             raise RequestError(f"audio_noise_scale is {self.audio_noise_scale}; it must be a finite number.")
+        check_choice("The attention of the refiner", self.attention, BACKENDS)
         self.sampling()
 
     def sampling(self) -> SamplingSettings:
@@ -136,7 +140,6 @@ def model_evaluate(
     events: Events,
     *,
     window: WindowSettings = RELEASED_WINDOW,
-    backend: str = "auto",
 ) -> Evaluate:
     """The `evaluate` of a loaded transformer for one request; lays out both sequences once.
 
@@ -148,7 +151,8 @@ def model_evaluate(
     texts = {True: prompt_LD.to(device, torch.float32), False: negative_LD.to(device, torch.float32)}
     prepared = {
         which: model.prepare(
-            settings.grid(preview_frames), len(text_LD), device, audio=sound, window=window, backend=backend
+            settings.grid(preview_frames), len(text_LD), device, audio=sound, window=window,
+            backend=settings.attention,
         )
         for which, text_LD in texts.items()
     }
