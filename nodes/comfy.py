@@ -10,11 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
-
-import torch
 
 try:
     from comfy_api.latest import ComfyExtension, InputImpl, Types, io, ui
@@ -30,7 +27,7 @@ from server import PromptServer
 
 from ..stages.folders import Folders, checkpoint_names
 
-__all__ = ["ComfyExtension", "ProgressBar", "io", "model_management", "ui"]
+__all__ = ["ComfyExtension", "InputImpl", "ProgressBar", "Types", "io", "model_management", "ui"]
 
 MODEL_FOLDER = "magi2"
 
@@ -94,11 +91,6 @@ def save_path(prefix: str, suffix: str) -> tuple[Path, str]:
         prefix.replace("\\", "/"), folder_paths.get_output_directory()
     )
     return Path(folder) / f"{name}_{counter:05}_{suffix}", subfolder
-
-
-def video(frames: torch.Tensor, audio: dict[str, Any] | None, fps: Fraction) -> Any:
-    """A VIDEO that shares its frames with the IMAGE it is made from (60 §3)."""
-    return InputImpl.VideoFromComponents(Types.VideoComponents(images=frames, audio=audio, frame_rate=fps))
 
 
 def video_file(path: Path) -> Any:

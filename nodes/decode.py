@@ -17,6 +17,7 @@ from ..stages.decode import (
 )
 from ..stages.values import ClipLatent, Model
 from .checks import first_sentence, sentence_of
+from .clip_video import clip_video
 from .comfy import (
     LatentType,
     ModelType,
@@ -27,7 +28,6 @@ from .comfy import (
     schema,
     show_text,
     ui,
-    video,
     video_file,
 )
 from .progress import NodeEvents
@@ -130,7 +130,7 @@ class Magi2Decode(io.ComfyNode):
         text = None
         if clip.frames is not None:
             frames = image_from_frames(clip.frames)
-            movie = video(frames, sound, clip.fps)
+            movie = clip_video(frames, sound, clip.fps)
         elif clip.file is not None:
             text = describe_clip(clip)
             show_text(text, cls.hidden.unique_id)

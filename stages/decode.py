@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -105,6 +106,12 @@ def image_from_frames(frames: Tensor) -> Tensor:
     for first in range(0, frames.shape[0], FRAME_BLOCK):
         torch.div(frames[first : first + FRAME_BLOCK], 255, out=image[first : first + FRAME_BLOCK])
     return image
+
+
+def image_blocks(image: Tensor) -> Iterator[Tensor]:
+    """IMAGE [F, H, W, 3] fp32 0..1 as frames uint8, a block at a time; what `image_from_frames` made comes back."""
+    for block in image.split(FRAME_BLOCK):
+        yield (block * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def audio_from_waveform(waveform: Tensor, sample_rate: int) -> dict[str, Any]:

@@ -34,6 +34,7 @@ print("SIGNATURES" + json.dumps({
     "custom": hasattr(io.Custom("X"), "Input") and hasattr(io.Custom("X"), "Output"),
     "preview_text": ui.PreviewText("x").as_dict(),
     "components": [field.name for field in dataclasses.fields(Types.VideoComponents)],
+    "save_to": names(InputImpl.VideoFromComponents.save_to),
     "management": {name: names(getattr(management, name)) for name in %r},
     "interrupt": management.InterruptProcessingException.__mro__[1].__name__,
     "folder_paths": {name: names(getattr(folder_paths, name)) for name in %r},
@@ -94,6 +95,7 @@ def test_types_and_hidden_values_are_called_as_the_real_ones(real: dict[str, Any
 def test_a_video_takes_the_components_of_the_real_one(real: dict[str, Any]) -> None:
     assert names(io_types.VideoComponents.__init__)[:2] == real["components"][:2]
     assert set(names(io_types.VideoComponents.__init__)) == set(real["components"])
+    assert names(io_types.VideoFromComponents.save_to) == real["save_to"]
 
 
 def test_host_functions_take_the_arguments_of_the_real_ones(real: dict[str, Any], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -85,7 +85,8 @@ class VideoWriter:
                 writer.write(block)
 
     H.264 4:2:0, and AAC where there is sound (40 §7). A `with` block that is left by an exception, also by a cancel,
-    leaves no file. Every frame is kept, whatever the length of the sound. RequestError for odd sizes.
+    leaves no file. metadata: texts by any names, kept beside the streams. Every frame is kept, whatever the length of
+    the sound. RequestError for odd sizes.
     """
 
     def __init__(
@@ -96,13 +97,14 @@ class VideoWriter:
         frame_rate: Fraction,
         sound: Sound | None = None,
         crf: int = DEFAULT_CRF,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         check_video(width, height, crf)
         if sound is not None:
             sound.check()
         self.target = check_output_path(path)
         self.width, self.height, self.frame_rate, self.sound, self.crf = width, height, frame_rate, sound, crf
-        self.frames = 0
+        self.frames, self.metadata = 0, metadata or {}
         self._part = _temporary_name(self.target)
         self._container: Any = None
 
@@ -120,8 +122,10 @@ class VideoWriter:
         # max_interleave_delta 0: packets are put in order of time however far the sound is ahead. The timescale makes
         # lengths exact to the sample.
         timescale = self.sound.sample_rate if self.sound else 90000
-        options = {"movflags": "+faststart", "max_interleave_delta": "0", "movie_timescale": str(timescale)}
+        flags = "+faststart+use_metadata_tags" if self.metadata else "+faststart"
+        options = {"movflags": flags, "max_interleave_delta": "0", "movie_timescale": str(timescale)}
         self._container = self._av.open(str(self._part), "w", format="mp4", options=options)
+        self._container.metadata.update(self.metadata)
         # 80 line 27: macroblock-tree rate control reads memory that nobody wrote, so that equal frames gave other bytes
         coding = {"crf": str(self.crf), "x264-params": "mbtree=0"}
         self._video = self._container.add_stream("libx264", rate=self.frame_rate, options=coding)
@@ -202,6 +206,7 @@ def write_video(
     sound: Sound | None = None,
     crf: int = DEFAULT_CRF,
     events: Events | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Write frame blocks [t, H, W, 3] uint8, of which one at a time is in memory, as an mp4; its absolute path.
 
@@ -212,7 +217,7 @@ def write_video(
     block = next(source, None)
     if block is None:
         raise RequestError("There are no frames to write.")
-    with VideoWriter(path, block.shape[2], block.shape[1], frame_rate, sound, crf) as writer:
+    with VideoWriter(path, block.shape[2], block.shape[1], frame_rate, sound, crf, metadata) as writer:
         while block is not None:
             writer.write(block, events)
             del block  # before the next one is made

@@ -245,6 +245,9 @@ class VideoFromComponents:
     def get_components(self) -> VideoComponents:
         return self._components
 
+    def save_to(self, path: Any, format: Any = "auto", codec: Any = "auto", metadata: Any = None) -> None:
+        self.saved = (path, format, codec, metadata)
+
 
 class VideoFromFile:
     def __init__(self, file: str) -> None:
