@@ -563,7 +563,7 @@ def test_a_key_with_impossible_characters_is_refused_without_showing_it(key: str
     assert KEY not in "".join(traceback.format_exception(caught.value))
 
 
-@pytest.mark.parametrize("address", ["localhost:8000", "ftp://x", "http://", ""])
+@pytest.mark.parametrize("address", ["localhost:8000", "ftp://x", "http://", "", "http://[::1", "http://h:99999/v1"])
 def test_an_impossible_address_gets_a_sentence(address: str) -> None:
     with pytest.raises(RequestError, match="must start with http:// or https://"):
         Endpoint(base_url=address, key=KEY)

@@ -60,11 +60,15 @@ class Endpoint:
     timeout: float = 180.0
 
     def __post_init__(self) -> None:
-        address = urlsplit(self.base_url)
-        if address.scheme not in ("http", "https") or not address.hostname:
+        try:
+            address = urlsplit(self.base_url)
+            usable = address.scheme in ("http", "https") and address.hostname and address.port != 0
+        except ValueError:  # an unfinished IPv6 address, a port that is none
+            usable = False
+        if not usable:
             raise RequestError(
-                f"The enhancement address must start with http:// or https:// and name a host, like {DEFAULT_BASE_URL};"
-                f" set {VARIABLES['base_url']}."
+                "The enhancement address must start with http:// or https:// and name a host, and a port from 1 to"
+                f" 65535 if it has one, like {DEFAULT_BASE_URL}; set {VARIABLES['base_url']}."
             )
         if address.username or address.password or address.query:
             # the transport logs every address that it calls
