@@ -74,16 +74,16 @@ def make_caption(
 ) -> Captioned:
     """Compose a caption; the fields are those of `compose.CaptionForm`.
 
-    It starts from `edited_caption`, else from `caption`, and the fields that are filled in are laid over that; without
-    either it is made of the fields alone. `for_picture` shows the text as it is encoded for a picture. Tokens are
-    counted with the tokenizer of `model`. RequestError for anything that cannot be understood.
+    `edited_caption` is used as it is. Else the fields that are filled in are laid over `caption`; without one it is made
+    of the fields alone. `for_picture` shows the text as it is encoded for a picture. Tokens are counted with the
+    tokenizer of `model`. RequestError for anything that cannot be understood.
     """
     check_choice("form", form, FORMS)
     fields = _form(context=context, description=description, subjects=subjects, objects=objects, timeline=timeline,
                    dialogue=dialogue, language=language, ambience=ambience, style=style, mood=mood, colors=colors,
                    camera=camera, light=light, setting=setting, aspect_ratio=aspect_ratio)  # fmt: skip
     edited = bool(edited_caption.strip())
-    made = _build(fields, edited_caption if edited else caption or "")
+    made = _build(_form(), edited_caption) if edited else _build(fields, caption or "")
     if isinstance(made, str):
         prompt, text, warnings = made, made, []
     else:
@@ -93,15 +93,15 @@ def make_caption(
 
 
 def check_caption(edited_caption: str, **fields: str) -> None:
-    """RequestError for lines that cannot be understood, whatever they will be laid over."""
-    if not (form := _form(**fields)).empty:
+    """RequestError for what `make_caption` cannot understand, whatever the fields will be laid over."""
+    if edited_caption.strip():
+        _build(_form(), edited_caption)
+    elif not (form := _form(**fields)).empty:
         from ..magi2_core.conditioning.compose import lay_over
 
         # a caption that comes over a link may bring the subjects that speak
         unknown: dict[str, Any] = {"global_layer": {"alive_subjects_static": [{}] * 99}}
         lay_over(form, unknown)
-    if edited_caption.strip():
-        _build(_form(), edited_caption)
 
 
 def _form(**fields: str) -> CaptionForm:

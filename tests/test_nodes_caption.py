@@ -175,9 +175,10 @@ def test_a_caption_with_hardly_anything_in_it_takes_fields_too(graph: Graph, sta
     assert lines(made) == [["Kraa!"], []]
 
 
-def test_an_edited_caption_takes_the_place_of_the_linked_one(graph: Graph) -> None:
+def test_an_edited_caption_takes_the_place_of_the_linked_one_and_of_the_fields(graph: Graph) -> None:
     edited = {"global_layer": {"context": "mine"}}
-    assert caption(graph, caption=json.dumps(example("text_potter")), edited_caption=json.dumps(edited)) == edited
+    linked = json.dumps(example("text_potter"))
+    assert caption(graph, **FIELDS, caption=linked, edited_caption=json.dumps(edited)) == edited
 
 
 def test_plain_text_and_markdown_are_used_as_they_are(graph: Graph) -> None:
@@ -231,7 +232,7 @@ def test_the_run_stops_until_the_caption_has_been_edited(graph: Graph) -> None:
         ({"timeline": "0-11 a"}, "between 0 and 10 seconds"),
         ({"context": "x", "dialogue": "no speaker here"}, "names no speaker"),
         ({"edited_caption": '{"global_layer": {"context": "x",}}'}, "starts like JSON, but it is none: .*line 1"),
-        ({"edited_caption": '{"global_layer": {"aesthetics": []}}', "style": "x"}, "aesthetics of the caption is not"),
+        ({"caption": '{"global_layer": {"aesthetics": []}}', "style": "x"}, "aesthetics of the caption is not"),
         ({"edited_caption": '{"global_layer": {"context": ""}}'}, "All fields of the caption are empty"),
         ({"edited_caption": '{"global_layer": {"light": "x"}}', "form": "compact"}, "empty in its compact form"),
         ({"context": "nul \0"}, "The context holds a NUL"),
