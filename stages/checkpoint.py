@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from ..magi2_core.checkpoint.inspect import require
 from ..magi2_core.errors import RequestError
 from ..magi2_core.memory.plan import make_plan
 from .folders import Folders, resolve_checkpoint
@@ -25,12 +26,14 @@ def load_checkpoint(
     *,
     folders: Folders,
 ) -> Model:
-    """Plan how a checkpoint runs on this machine; nothing is loaded yet.
+    """Check what every clip takes of a checkpoint and plan how it runs on this machine; nothing is loaded yet.
 
-    Raises RequestError, LayoutError or CheckpointError with a sentence, also when the plan does not fit into the
-    memory that is there, unless `start_anyway` is on.
+    Raises CheckpointError with all problems of files that are damaged or missing (80 line 18), and RequestError or
+    LayoutError for a plan that cannot be made, or that does not fit into the memory that is there unless
+    `start_anyway` is on.
     """
     root = resolve_checkpoint(checkpoint, folders)
+    require(root, ["T2VA"])
     plan = make_plan(
         root, layout=layout.strip(), devices=parse_devices(devices), dtype=dtype, residency=residency,
         refiner_residual=refiner_residual,
@@ -38,6 +41,16 @@ def load_checkpoint(
     if plan.shortage and not start_anyway:
         raise RequestError(f"{plan.describe()}\nTurn on start_anyway to try it all the same.")
     return Model(checkpoint, plan, checkpoint_identity(root))
+
+
+def check_pictures(model: Model) -> None:
+    """CheckpointError with all problems of what a picture takes beside what `load_checkpoint` has checked."""
+    require(model.plan.checkpoint, ["I2VA"], beyond=["T2VA"])
+
+
+def check_refiner(model: Model) -> None:
+    """CheckpointError with all problems of what 1080p takes beside what `load_checkpoint` has checked."""
+    require(model.plan.checkpoint, ["1080p"], beyond=["T2VA"])
 
 
 def parse_devices(text: str) -> list[str] | None:

@@ -12,6 +12,7 @@ from ..magi2_core.conditioning.prompt import check_text
 from ..magi2_core.errors import RequestError
 from ..magi2_core.events import Events
 from ..magi2_core.sampling.geometry import TIERS, reference_size
+from .checkpoint import check_pictures
 from .manager import manager
 from .values import Conditioning, Model
 
@@ -32,9 +33,11 @@ def encode_prompt(
     """Encode both prompts. An empty negative prompt means that the second branch has no text (30 §7).
 
     `for_picture` adds the sentence about the first frame at once (30 §5), so that `condition_on_picture` has nothing
-    left to encode for one picture.
+    left to encode for one picture. CheckpointError for a checkpoint that then cannot take the picture.
     """
     check_prompt(prompt, negative_prompt)
+    if for_picture:
+        check_pictures(model)
     figures = [1] if for_picture else []
     return _encode(model, prompt, negative_prompt, figures, [], events)
 
@@ -44,8 +47,10 @@ def condition_on_picture(conditioning: Conditioning, image: Tensor, *, events: E
 
     More pictures, of a batch or of a conditioning that has some already, are references of the same size: they are
     <Figure 1>, <Figure 2>, ... in the order in which they came. The prompt is encoded again, with the sentence about
-    the first frame, unless that was done for the same figures already.
+    the first frame, unless that was done for the same figures already. CheckpointError for a checkpoint that cannot
+    take pictures.
     """
+    check_pictures(conditioning["model"])
     pictures = [*conditioning["pictures"], *pictures_from_image(image)]
     if len(pictures) > MOST_PICTURES:
         raise RequestError(f"{len(pictures)} pictures arrived; at most {MOST_PICTURES} can be used.")

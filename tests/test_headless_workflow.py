@@ -27,7 +27,7 @@ TEMPLATES = sorted((ROOT / "workflows" / "api").glob("*.json"))
 def folders(tmp_path: Path) -> Folders:
     from PIL import Image
 
-    write_checkpoint(tmp_path / "models" / "MAGI-2-Preview")
+    write_checkpoint(tmp_path / "models" / "MAGI-2-Preview", without=())
     (tmp_path / "input").mkdir()
     Image.new("RGB", (64, 36), "gray").save(tmp_path / "input" / "example.png")
     return Folders((tmp_path / "models",), tmp_path / "output", tmp_path / "input")

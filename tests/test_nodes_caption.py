@@ -98,7 +98,6 @@ def test_what_is_shown_for_a_picture_ends_with_the_sentence_that_the_encoder_add
 @pytest.mark.parametrize("text", ["a quiet potter", "一位陶艺家", "ろくろ", "도자기", "خزافة", "🏺🎬"])
 def test_tokens_are_counted_with_the_tokenizer_of_the_model(graph: Graph, tmp_path: Path, text: str) -> None:
     folder = tmp_path / "models" / "magi2" / "mini" / "text_encoder"
-    folder.mkdir(exist_ok=True)
     write_tokenizer(folder, 64)
     line, _, seen = shown(graph, context=text, model=graph.model()).partition("\nThe encoder sees:\n\n")
     assert text in seen
@@ -108,15 +107,16 @@ def test_tokens_are_counted_with_the_tokenizer_of_the_model(graph: Graph, tmp_pa
 
 def test_a_caption_that_is_cut_off_says_so(graph: Graph, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "magi2" / "mini" / "text_encoder"
-    folder.mkdir()
     write_tokenizer(folder, 64)
     text = shown(graph, edited_caption="0123456789" * 701, model=graph.model())
     assert text.startswith("7010 of at most 7000 tokens.\nThe prompt has 7010 tokens; only the first 7000 are used")
 
 
-def test_without_a_tokenizer_the_node_says_why_there_is_no_count(graph: Graph) -> None:
+def test_without_a_tokenizer_the_node_says_why_there_is_no_count(graph: Graph, tmp_path: Path) -> None:
     assert shown(graph, **FIELDS).startswith("Connect model to have the tokens counted.\n")
-    assert "could not be counted. The text encoder folder" in shown(graph, **FIELDS, model=graph.model())
+    model = graph.model()
+    shutil.rmtree(tmp_path / "models" / "magi2" / "mini" / "text_encoder")
+    assert "could not be counted. The text encoder folder" in shown(graph, **FIELDS, model=model)
     assert graph.pools == [], "counting starts no workers"
 
 

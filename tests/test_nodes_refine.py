@@ -24,13 +24,13 @@ from magi2_native.tests.comfy_stub.fixtures import Graph, graph_in, write_checkp
 
 @pytest.fixture(params=[Exception, BaseException], ids=["interrupt-is-Exception", "interrupt-is-BaseException"])
 def any_graph(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Graph]:
-    with graph_in(tmp_path, request.param) as graph:
+    with graph_in(tmp_path, request.param, without=()) as graph:
         yield graph
 
 
 @pytest.fixture
 def graph(tmp_path: Path) -> Iterator[Graph]:
-    with graph_in(tmp_path) as graph:
+    with graph_in(tmp_path, without=()) as graph:
         yield graph
 
 
@@ -267,7 +267,7 @@ def test_bad_outputs_are_refused_at_both_doors(graph: Graph, inputs: dict[str, A
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folders]:
-    write_checkpoint(tmp_path / "models" / "MAGI-2-Preview")
+    write_checkpoint(tmp_path / "models" / "MAGI-2-Preview", without=())
     monkeypatch.setattr(manager, "_make_pool", lambda model: FakePool(model, pool_module))
     yield Folders((tmp_path / "models",), tmp_path / "output", tmp_path / "input")
     manager.stop()

@@ -97,13 +97,15 @@ def inspect_checkpoint(root: Path | str) -> Report:
     return Report(folder.root, tuple(networks), capabilities, tuple(errors), tuple(warnings))
 
 
-def require(root: Path | str, capabilities: Iterable[str]) -> None:
+def require(root: Path | str, capabilities: Iterable[str], beyond: Iterable[str] = ()) -> None:
     """Check by headers alone that a checkpoint can make these, before workers start or weights are read (80, line 18).
 
-    Raises CheckpointError that names the problems of the sub-folders that they take; the others may be damaged.
+    `beyond` names capabilities that have been checked already. Raises CheckpointError that names the problems of the
+    sub-folders that they take; the others may be damaged.
     """
     folder = CheckpointFolder(root)
-    needed = {name for capability in capabilities for name in CAPABILITIES[capability]}
+    wanted, checked = ({part for name in names for part in CAPABILITIES[name]} for names in (capabilities, beyond))
+    needed = wanted - checked
     networks = folder.networks().items()
     found = [_network(folder, name, open_network)[1] for name, open_network in networks if name in needed]
     refuse(dict.fromkeys(problem for problems in found for problem in problems), f"The checkpoint {folder.root}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -33,6 +34,7 @@ class RefinerMemory:
         return max(self.phases.values())
 
 
+@lru_cache(maxsize=16)  # it lists thousands of windows, and is asked for every rank of a plan
 def refiner_memory(
     config: RefinerConfig,
     grid: Axes,

@@ -134,4 +134,6 @@ def execute(cls: Any, *, node_id: str = "1", **inputs: Any) -> Any:
 
     clone = cls.PREPARE_CLASS_CLONE({"UNIQUE_ID": node_id, "PROMPT": {}, "EXTRA_PNGINFO": {}})
     with torch.inference_mode():
+        if "check_lazy_status" in cls.__dict__:
+            assert clone.check_lazy_status(**inputs) == []
         return clone.EXECUTE_NORMALIZED(**inputs)

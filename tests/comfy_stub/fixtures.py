@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import json
+import atexit
+import functools
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from magi2_native.magi2_core.checkpoint.miniature import write_miniature
+from magi2_native.tests.miniatures import TINY
 
 from . import Stub, execute, installed
 from .fake_pool import FakePool
 
-SMALL_ARCHITECTURE = {
-    "num_layers": 2,
-    "hidden_size": 96,
-    "head_dim": 8,
-    "num_query_groups": 12,
-    "text_in_channels": 8,
-    "mm_layers": [0],
-    "moe_config": {
-        "num_heads": 12,
-        "num_experts": 8,
-        "top_k": 2,
-        "moe_layers": [1],
-        "expert_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "modality_specific_expert_intermediate_size": 16,
-    },
-}
+SMALLEST = replace(TINY, wan_width=4)
 
 
-def write_checkpoint(root: Path) -> Path:
-    """A folder that can be chosen and planned for; it holds no weights."""
-    (root / "preview").mkdir(parents=True)
-    (root / "preview" / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    (root / "magi2_preview.json").write_text(json.dumps({"arch_config": SMALL_ARCHITECTURE}))
-    return root
+def write_checkpoint(root: Path, without: tuple[str, ...] = ("refiner",)) -> Path:
+    """A checkpoint of the test's own, which it may damage. Plans for a refiner take longer, so few have one."""
+    return Path(shutil.copytree(_written_once() / "mini", root, ignore=shutil.ignore_patterns(*without)))
+
+
+@functools.cache
+def _written_once() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="magi2-checkpoint-"))
+    atexit.register(shutil.rmtree, folder)
+    write_miniature(folder / "mini", size=SMALLEST)
+    return folder
 
 
 @dataclass
@@ -82,10 +77,12 @@ class Graph:
 
 
 @contextmanager
-def graph_in(base: Path, interrupt_base: type[BaseException] = Exception) -> Iterator[Graph]:
+def graph_in(
+    base: Path, interrupt_base: type[BaseException] = Exception, without: tuple[str, ...] = ("refiner",)
+) -> Iterator[Graph]:
     """The pack loaded in the stub below `base`, with one checkpoint called mini and pools that have no processes."""
     with installed(base, interrupt_base=interrupt_base) as stub:
-        write_checkpoint(base / "models" / "magi2" / "mini")
+        write_checkpoint(base / "models" / "magi2" / "mini", without)
         nodes = stub.nodes()
         manager = stub.module("stages.manager").manager
         graph = Graph(stub, nodes, [], manager)
