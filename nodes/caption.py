@@ -70,8 +70,8 @@ class Magi2Caption(io.ComfyNode):
                 ),
                 _text(
                     "edited_caption",
-                    "Your own version of the caption, as JSON; plain text and Markdown are used as they are. When something"
-                    " is written here, it is used alone: not the linked caption, and not the fields above.",
+                    "Your own version of the caption, as JSON; plain text and Markdown are used as they are. When"
+                    " something is written here, it is used alone: not the linked caption, and not the fields above.",
                     "Empty: the linked caption, and the fields above",
                 ),
                 io.Boolean.Input(

@@ -74,8 +74,8 @@ def make_caption(
 ) -> Captioned:
     """Compose a caption; the fields are those of `compose.CaptionForm`.
 
-    `edited_caption` is used as it is. Else the fields that are filled in are laid over `caption`; without one it is made
-    of the fields alone. `for_picture` shows the text as it is encoded for a picture. Tokens are counted with the
+    `edited_caption` is used as it is. Else the fields that are filled in are laid over `caption`; without one it is
+    made of the fields alone. `for_picture` shows the text as it is encoded for a picture. Tokens are counted with the
     tokenizer of `model`. RequestError for anything that cannot be understood.
     """
     check_choice("form", form, FORMS)
@@ -181,7 +181,7 @@ def _seen(prompt: str, for_picture: bool, model: Model | None) -> tuple[str, int
         unknown = "Connect model to have the tokens counted."
     else:
         try:
-            tokenizer = _tokenizer(str(Path(model.plan.checkpoint) / TEXT_ENCODER))
+            tokenizer = _tokenizer(model.plan.checkpoint, model.identity)
             prepared = prepare_prompt(prompt, tokenizer, [1] if for_picture else [])
             return prepared.text, prepared.tokens.untruncated, prepared.warnings
         except (CheckpointError, MissingDependencyError) as error:
@@ -193,5 +193,6 @@ def _seen(prompt: str, for_picture: bool, model: Model | None) -> tuple[str, int
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(folder: str) -> PromptTokenizer:
-    return PromptTokenizer(Path(folder))
+def _tokenizer(checkpoint: str, identity: object) -> PromptTokenizer:
+    """The checkpoint's tokenizer, read once as long as no file there is replaced: `identity` is the model's."""
+    return PromptTokenizer(Path(checkpoint) / TEXT_ENCODER)

@@ -105,6 +105,15 @@ def test_tokens_are_counted_with_the_tokenizer_of_the_model(graph: Graph, tmp_pa
     shutil.rmtree(folder)
 
 
+def test_a_tokenizer_that_was_replaced_counts_at_once(graph: Graph, tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "magi2" / "mini" / "text_encoder"
+    counts = []
+    for merges in (0, 200):
+        write_tokenizer(folder, merges)
+        counts.append(shown(graph, context="the camera follows", model=graph.model()).partition("\n")[0])
+    assert counts[0] != counts[1]
+
+
 def test_a_caption_that_is_cut_off_says_so(graph: Graph, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "magi2" / "mini" / "text_encoder"
     write_tokenizer(folder, 64)
