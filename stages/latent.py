@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..magi2_core.codecs.latent_scale import from_wan_scale, to_wan_scale
 from ..magi2_core.errors import RequestError
+from ..magi2_core.files import replacing
 from ..magi2_core.sampling.noise import AUDIO_CHANNELS, VIDEO_CHANNELS
 from .folders import Folders, resolve_inside
 from .values import ClipLatent
@@ -43,9 +43,10 @@ def join_latent(latent: dict[str, Tensor], sound_from: ClipLatent | None = None)
 
 
 def write_latent(latent: ClipLatent, path: Path, extra: dict[str, Any] | None = None) -> None:
-    """Write a latent as safetensors, through a temporary file: a cancelled save leaves nothing under the final name.
+    """Write a latent as safetensors; nothing stands under the final name until it is finished.
 
-    `extra` (the workflow, for instance) is kept in the file's header beside what made the latent.
+    `extra` (the workflow, for instance) is kept in the file's header beside what made the latent. RequestError if the
+    file cannot be written.
     """
     from safetensors.torch import save
 
@@ -53,12 +54,8 @@ def write_latent(latent: ClipLatent, path: Path, extra: dict[str, Any] | None = 
     header |= {key: json.dumps(value) for key, value in (extra or {}).items()}
     tensors = {"video": latent["video"], "audio": latent["audio"]}
     content = save({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, header)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as partial:
+        partial.write_bytes(content)
 
 
 def read_latent(path: Path) -> ClipLatent:

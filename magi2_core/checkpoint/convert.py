@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import RequestError
 from ..events import SILENT, Events
+from ..files import replacing
 from .folder import TURBO, TURBO_FILE, WAN, WAN_FILE, CheckpointFolder
 from .legacy import load_pickle, state_dict_of, turbo_names
 
@@ -57,24 +53,5 @@ def _needed(source: Path) -> dict[str, Tensor]:
 def _write(target: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    with _replacing(target) as partial:
+    with replacing(target) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
-
-
-@contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A new file in the same folder that takes the name `target` if the block succeeds, and vanishes if it does not."""
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
-    except OSError as error:
-        raise RequestError(f"The folder {target.parent} cannot be written: {error.strerror}.") from error
-    os.close(handle)
-    partial = Path(name)
-    try:
-        yield partial
-        partial.chmod(0o644)
-        partial.replace(target)
-    except OSError as error:
-        raise RequestError(f"{target} cannot be written: {error.strerror or error}.") from error
-    finally:
-        partial.unlink(missing_ok=True)
