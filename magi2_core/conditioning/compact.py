@@ -28,17 +28,11 @@ def normalise(prompt: str) -> str:
     return prompt if compact is None else compact
 
 
-def render_compact(caption: Any) -> str:
-    """Render an already parsed caption; one without a `global_layer` is dumped as JSON, unstripped (30 §6.1).
+def _render(caption: Any) -> str | None:
+    """The compact text, or None for anything without a `global_layer` after stripping.
 
     TypeError if a number or `true` stands where a list is iterated.
     """
-    compact = _render(caption)
-    return json.dumps(caption, ensure_ascii=False) if compact is None else compact
-
-
-def _render(caption: Any) -> str | None:
-    """The compact text, or None for anything without a `global_layer` after stripping."""
     caption = _strip(caption)
     if not isinstance(caption, dict) or "global_layer" not in caption:
         return None

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...magi2_core.checkpoint.index import scan_folder
 from ...magi2_core.conditioning.caption_answer import caption_request, read_answer
 from ...magi2_core.conditioning.captions import CAPTIONS, Task, response_schema
-from ...magi2_core.conditioning.compact import normalise, render_compact
+from ...magi2_core.conditioning.compact import normalise
 from ...magi2_core.conditioning.endpoint import Answer, Endpoint
 from ...magi2_core.conditioning.enhance import Enhancer
 from ...magi2_core.conditioning.markdown import render_markdown
@@ -66,7 +66,7 @@ def _compact(case: Case) -> Iterator[Measure]:
     for item in case.meta["cases"]:
         yield equal(item["name"], normalise(item["input"]), item["output"])
     for item in case.meta.get("object_cases", []):
-        yield equal(item["name"], render_compact(item["input_object"]), item["output"])
+        yield equal(item["name"], normalise(json.dumps(item["input_object"], ensure_ascii=False)), item["output"])
 
 
 def _markdown(case: Case) -> Iterator[Measure]:
