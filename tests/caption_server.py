@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 Step = Callable[["Handler"], None]
+
+LONG = 60.0  # seconds that a server goes on for if nobody stops it; a test that waits for this long has failed
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -36,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def send_events(self, events: list[Any], pause: float = 0.0, finish: bool = True) -> None:
+    def send_events(self, events: Iterable[Any], pause: float = 0.0, finish: bool = True) -> None:
         """Answer with a stream of events; without `finish` the connection is cut before the end."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -61,7 +63,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class CaptionServer(ThreadingHTTPServer):
-    """Serves on a free port of 127.0.0.1 between `with` and its end, and remembers what it was sent."""
+    """Serves on a free port of 127.0.0.1 between `with` and its end, and remembers what it was sent.
+
+    hung_up: set when a client closed its connection before its answer was complete. over: set at the end of `with`.
+    """
 
     daemon_threads = True
 
@@ -72,6 +77,7 @@ class CaptionServer(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.requests: list[dict[str, Any]] = []
         self.hung_up = threading.Event()
+        self.over = threading.Event()
         self._lock = threading.Lock()
 
     @property
@@ -90,6 +96,7 @@ class CaptionServer(ThreadingHTTPServer):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.over.set()
         self.shutdown()
         self.server_close()
 
@@ -122,14 +129,29 @@ def refused(status: int, message: str, **headers: str) -> Step:
     return lambda handler: handler.send(status, body, retry_after_ms="20", **headers)
 
 
-def silent(seconds: float) -> Step:
-    """No answer for a while, then a cut connection."""
+def silent(handler: Handler) -> None:
+    """No answer as long as the server is up."""
+    handler.server.over.wait(LONG)
+    handler.close_connection = True
 
-    def wait(handler: Handler) -> None:
-        time.sleep(seconds)
-        handler.close_connection = True
 
-    return wait
+def endless(event: Any) -> Step:
+    """A stream of one event, twenty times a second, that ends with its client or with the server."""
+
+    def answer(handler: Handler) -> None:
+        ends = time.monotonic() + LONG
+        running = iter(lambda: time.monotonic() < ends and not handler.server.over.is_set(), False)
+        handler.send_events((event for _ in running), 0.05)
+
+    return answer
+
+
+def calls_ended(seconds: float = 10.0) -> bool:
+    """Whether no thread talks to an endpoint any more, or none does within that time."""
+    calls = [thread for thread in threading.enumerate() if thread.name == "magi2-enhance"]
+    for call in calls:
+        call.join(seconds)
+    return not any(call.is_alive() for call in calls)
 
 
 def _event(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
