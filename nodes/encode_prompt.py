@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from functools import lru_cache
 from typing import Any
 
 from ..magi2_core.conditioning.negative import default_negative_prompt
+from ..magi2_core.errors import RequestError
 from ..stages.prompt import check_prompt, encode_prompt
 from ..stages.values import Model
 from .checks import first_sentence, sentence_of
 from .comfy import ConditioningType, ModelType, io, schema, ui, user_folder
 from .progress import NodeEvents
+
+logger = logging.getLogger("magi2")
 
 
 class Magi2EncodePrompt(io.ComfyNode):
@@ -39,7 +44,7 @@ class Magi2EncodePrompt(io.ComfyNode):
                     "negative_prompt",
                     multiline=True,
                     dynamic_prompts=False,
-                    default=default_negative_prompt(user_folder()),
+                    default=_negative_prompt(),
                     tooltip="What the clip should not be like. Leave it empty for no text at all in that branch.",
                 ),
                 io.Boolean.Input(
@@ -69,3 +74,17 @@ class Magi2EncodePrompt(io.ComfyNode):
         conditioning = encode_prompt(model, prompt, negative_prompt, for_picture, events=events)
         lines = [f"{conditioning['tokens']} tokens", *conditioning["warnings"]]
         return io.NodeOutput(conditioning, ui=ui.PreviewText("\n".join(lines)))
+
+
+def _negative_prompt() -> str:
+    """The user's text, or the pack's where that cannot be read: a schema that raises would cost more than this node."""
+    try:
+        return default_negative_prompt(user_folder())
+    except RequestError as error:
+        _warn(f"{error} The negative prompt of the pack is offered instead.")
+        return default_negative_prompt()
+
+
+@lru_cache
+def _warn(text: str) -> None:
+    logger.warning(text)  # once: ComfyUI asks for the schema again and again

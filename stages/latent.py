@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +82,16 @@ def read_latent(path: Path) -> ClipLatent:
 
 def latent_names(folders: Folders) -> list[str]:
     """The latents in the output folder's magi2/ subfolder, as names relative to the output folder, newest first."""
-    found = [(file.stat().st_mtime, file.relative_to(folders.output).as_posix()) for file in _latent_files(folders)]
+    found = []
+    for folder, _, names in os.walk(folders.output / SUBFOLDER):
+        for file in (Path(folder, name) for name in names if name.endswith(".safetensors")):
+            try:
+                status = file.stat()
+            except OSError:  # it went while the list was made
+                continue
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_mtime, file.relative_to(folders.output).as_posix()))
     return [name for _, name in sorted(found, reverse=True)]
-
-
-def _latent_files(folders: Folders) -> list[Path]:
-    return [file for file in (folders.output / SUBFOLDER).rglob("*.safetensors") if file.is_file()]
 
 
 def load_latent(latent: str, *, folders: Folders) -> ClipLatent:

@@ -31,6 +31,10 @@ def schema(graph: Graph, node: str) -> Any:
     return graph.nodes[node].GET_SCHEMA()
 
 
+def extra_of(graph: Graph, node: str, slot_id: str) -> dict[str, Any]:
+    return next(slot.extra for slot in schema(graph, node).inputs if slot.id == slot_id)
+
+
 def test_the_pack_offers_these_nodes(graph: Graph) -> None:
     assert set(NODES) == set(graph.nodes)
     assert all(name.startswith("Magi2") for name in graph.nodes)
@@ -78,8 +82,7 @@ def test_number_widgets_can_be_typed_and_text_is_not_rewritten(graph: Graph, nod
 
 def test_the_default_negative_prompt_is_in_the_node_and_can_be_a_file_of_the_user(graph: Graph) -> None:
     def shown() -> str:
-        slots = schema(graph, "Magi2EncodePrompt").inputs
-        return next(slot.extra["default"] for slot in slots if slot.id == "negative_prompt")
+        return extra_of(graph, "Magi2EncodePrompt", "negative_prompt")["default"]
 
     text = (ROOT / "magi2_core" / "conditioning" / "texts" / "negative_prompt.txt").read_text(encoding="utf-8")
     assert shown() == text.strip()
@@ -90,10 +93,34 @@ def test_the_default_negative_prompt_is_in_the_node_and_can_be_a_file_of_the_use
     own.unlink()
 
 
+def test_a_negative_prompt_that_cannot_be_read_costs_a_log_line_and_no_node(
+    graph: Graph, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ComfyUI drops a pack's nodes from the first one whose schema raises."""
+    packed = extra_of(graph, "Magi2EncodePrompt", "negative_prompt")["default"]
+    own = graph.stub.folder_paths.base / "user" / "magi2" / "negative_prompt.txt"
+    own.parent.mkdir(exist_ok=True)
+    own.write_bytes("无雨".encode("gbk"))
+    try:
+        assert extra_of(graph, "Magi2EncodePrompt", "negative_prompt")["default"] == packed
+    finally:
+        own.unlink()
+    assert "negative_prompt.txt cannot be read as UTF-8" in caplog.text
+
+
+def test_a_latent_that_goes_while_the_list_is_made_is_left_out(graph: Graph) -> None:
+    kept = graph.stub.folder_paths.base / "output" / "magi2" / "kept.safetensors"
+    kept.parent.mkdir()
+    kept.touch()
+    gone = kept.with_name("gone.safetensors")
+    gone.symlink_to(kept.with_name("nowhere"))
+    assert extra_of(graph, "Magi2LoadLatent", "latent")["options"] == ["magi2/kept.safetensors"]
+
+
 def test_the_seed_covers_every_64_bit_number_and_can_change_by_itself(graph: Graph) -> None:
-    seed = next(slot for slot in schema(graph, "Magi2Sampler").inputs if slot.id == "seed")
-    assert (seed.extra["min"], seed.extra["max"]) == (0, 2**64 - 1)
-    assert seed.extra["control_after_generate"] is True
+    seed = extra_of(graph, "Magi2Sampler", "seed")
+    assert (seed["min"], seed["max"]) == (0, 2**64 - 1)
+    assert seed["control_after_generate"] is True
 
 
 @pytest.mark.parametrize("node", NODES)
