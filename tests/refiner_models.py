@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from magi2_native.distributed.exchange import ParallelContext
 from magi2_native.magi2_core.config import RefinerConfig
 from magi2_native.magi2_core.dit.rope import rotary_bands
-from magi2_native.magi2_core.refiner.blocks import WindowSettings
+from magi2_native.magi2_core.refiner.blocks import BlockPlan, WindowSettings
 from magi2_native.magi2_core.refiner.model import RefinerTransformer
 from torch import Tensor
 
@@ -25,6 +26,14 @@ CONFIG = RefinerConfig(
 )
 WINDOW = WindowSettings(block=(2, 2, 2), radius=(1, 1, 1))
 GRID = (5, 6, 7)
+
+
+def attended_pairs(plan: BlockPlan) -> int:
+    """Pairs of tokens of which the first sees the second (50 §7), for plans whose mask is too large."""
+    starts = plan.starts
+    seen = (sum(starts[last] - starts[first] for first, last in runs) for runs in plan.key_runs)
+    inside = sum((stop - start) * rows for (start, stop), rows in zip(pairwise(starts), seen, strict=True))
+    return inside + (2 * plan.video + plan.tail) * plan.tail
 
 
 def make_refiner(

@@ -54,28 +54,28 @@ def test_an_unknown_orientation_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "clip", "grid"),
+    ("image", "clip", "size"),
     [
-        ((1280, 720), (448, 256), (14, 28)),
-        ((720, 1280), (448, 256), (28, 14)),
-        ((1280, 720), (256, 448), (14, 28)),  # only the clip's longer side matters
-        ((448, 256), (896, 512), (32, 56)),
-        ((1024, 768), (896, 512), (42, 56)),
-        ((1000, 1000), (896, 512), (56, 56)),
-        ((110, 55), (448, 256), (14, 28)),  # dividing first would give 223 and 12
+        ((1280, 720), (448, 256), (448, 224)),
+        ((720, 1280), (448, 256), (224, 448)),
+        ((1280, 720), (256, 448), (448, 224)),  # only the clip's longer side matters
+        ((448, 256), (896, 512), (896, 512)),
+        ((1024, 768), (896, 512), (896, 672)),
+        ((1000, 1000), (896, 512), (896, 896)),
+        ((110, 55), (448, 256), (448, 224)),  # dividing first would give 223, and so 192
     ],
 )
-def test_the_grid_of_a_reference_picture(
-    image: tuple[int, int], clip: tuple[int, int], grid: tuple[int, int]
+def test_the_size_of_a_reference_picture(
+    image: tuple[int, int], clip: tuple[int, int], size: tuple[int, int]
 ) -> None:
-    assert geometry.reference_grid(*image, *clip) == grid
+    assert geometry.reference_size(*image, *clip) == size
 
 
 @pytest.mark.parametrize("image", [(28, 1), (1, 28), (4000, 100)])
 def test_a_picture_too_long_and_narrow_is_refused_with_the_limit(image: tuple[int, int]) -> None:
     with pytest.raises(RequestError, match="14:1"):
-        geometry.reference_grid(*image, 448, 256)
+        geometry.reference_size(*image, 448, 256)
 
 
 def test_the_limit_follows_the_clip() -> None:
-    assert geometry.reference_grid(28, 1, 896, 512) == (2, 56)
+    assert geometry.reference_size(28, 1, 896, 512) == (896, 32)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from magi2_native.magi2_core.errors import RequestError
-from magi2_native.magi2_core.sampling.noise import clip_noise, draw_noise, noise_generator
+from magi2_native.magi2_core.sampling.noise import check_noise_device, clip_noise, draw_noise, noise_generator
 
 GRID = (3, 2, 2)
 
@@ -48,10 +48,10 @@ def test_the_shared_generator_of_torch_is_left_alone() -> None:
 
 def test_an_unknown_noise_device_is_refused() -> None:
     with pytest.raises(RequestError, match="noise device"):
-        noise_generator(1, "tpu")
+        check_noise_device("tpu", "cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_noise_on_an_absent_device_is_refused_before_torch_fails() -> None:
+def test_noise_of_a_gpu_is_refused_for_a_clip_made_without_one() -> None:
     with pytest.raises(RequestError, match="choose 'cpu'"):
-        noise_generator(1, "cuda")
+        check_noise_device("cuda", "cpu")
+    check_noise_device("cuda", "cuda")

@@ -74,12 +74,12 @@ def attend(
     k_THd: Tensor,
     v_THd: Tensor,
     cu_seqlens: Sequence[int],
-    sinks_NH: Tensor | None,
+    sinks_NH: Tensor,
     softcap: float,
 ) -> Tensor:
     """Attention inside each segment with scale d^-1/2, then the sinks (10 §7 steps 8, 9). Returns [T, H, d]."""
     o_THd, lse_HT = varlen_attention(q_THd, k_THd, v_THd, cu_seqlens, scale=q_THd.shape[-1] ** -0.5, softcap=softcap)
-    return o_THd if sinks_NH is None else apply_sinks_(o_THd, lse_HT, sinks_NH)
+    return apply_sinks_(o_THd, lse_HT, sinks_NH)
 
 
 def apply_sinks_(o_THd: Tensor, lse_HT: Tensor, sinks_NH: Tensor) -> Tensor:

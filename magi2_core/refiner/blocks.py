@@ -93,19 +93,6 @@ class BlockPlan:
             runs.append((first, last))
         return tuple(runs)
 
-    @property
-    def block_pairs(self) -> int:
-        """Pairs of blocks of which the first sees the second."""
-        return sum(last - first for runs in self.key_runs for first, last in runs)
-
-    @cached_property
-    def attended_pairs(self) -> int:
-        """Pairs of tokens of which the first sees the second (50 §7)."""
-        starts = self.starts
-        seen = (sum(starts[last] - starts[first] for first, last in runs) for runs in self.key_runs)
-        inside = sum((stop - start) * rows for (start, stop), rows in zip(pairwise(starts), seen, strict=True))
-        return inside + (2 * self.video + self.tail) * self.tail
-
     def order(self) -> Tensor:
         """The raster row of each packed video row, int64 [video]: block by block, both in raster order (50 §5)."""
         t, h, w = (torch.arange(size) // step for size, step in zip(self.grid, self.block, strict=True))

@@ -109,9 +109,3 @@ def reference_size(image_width: int, image_height: int, width: int, height: int)
             f" pixels. Crop it to at most {max(width, height) // REFERENCE_STRIDE}:1."
         )
     return real_width, real_height
-
-
-def reference_grid(image_width: int, image_height: int, width: int, height: int) -> tuple[int, int]:
-    """Latent grid (h, w) of a reference picture (20 §6.4). RequestError as `reference_size`."""
-    real_width, real_height = reference_size(image_width, image_height, width, height)
-    return real_height // SPATIAL_STRIDE, real_width // SPATIAL_STRIDE

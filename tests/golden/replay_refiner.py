@@ -33,6 +33,7 @@ from ...magi2_core.refiner.prepare import RefinerPrepared, pack_refiner, prepare
 from ...magi2_core.refiner.stage import RefinerSettings, model_evaluate, noise_table, refine
 from ...magi2_core.refiner.window_attention import plan_windows, window_attention_
 from ...magi2_core.sampling.schedule import make_schedule
+from ..refiner_models import attended_pairs
 from .limits import bf16_steps
 from .replay import Case, Measure, close, equal, max_abs, rel_l2
 from .replay_sampling import wide_rows
@@ -198,7 +199,7 @@ def run_packing(case: Case) -> list[Measure]:
         equal("coordinates", coords, t["out.coords"]),
         equal("modality", modality_T, t["out.modality"]),
         equal("mask", plan.mask(), t["out.mask"].bool()),
-        equal("pairs", plan.attended_pairs, int(t["out.mask"].sum())),
+        equal("pairs", attended_pairs(plan), int(t["out.mask"].sum())),
         equal("largest block", plan.largest, meta["max_seqlen_q"]),
         equal("rows", plan.tokens, meta["max_seqlen_k"]),
         equal("boundaries", list(prepared.cu_seqlens), meta["cu_seqlens"]),
@@ -229,7 +230,7 @@ def run_plan(case: Case) -> list[Measure]:
             "video_blocks": plan.blocks,
             "block_grid": [len(axis) for axis in plan.windows],
             "num_ranges": len(ranges),
-            "attended_pairs": plan.attended_pairs,
+            "attended_pairs": attended_pairs(plan),
             "dense_pairs": plan.tokens**2,
             "max_seqlen_q": plan.largest,
             "q_ranges_sum": sum(map(sum, queries)),
@@ -243,7 +244,8 @@ def run_plan(case: Case) -> list[Measure]:
         }
         measures += [equal(f"{row['grid']}: {key}", got[key], value) for key, value in row.items() if key in got]
         tail_chunks = -(-plan.tail // plan.largest)
-        counted = plan.block_pairs + (plan.blocks + 2 * tail_chunks if plan.tail else 0)
+        block_pairs = sum(last - first for runs in plan.key_runs for first, last in runs)
+        counted = block_pairs + (plan.blocks + 2 * tail_chunks if plan.tail else 0)
         measures.append(equal("ranges counted without listing", counted, row["num_ranges"]))
     return measures
 
