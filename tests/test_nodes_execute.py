@@ -435,7 +435,7 @@ def test_a_failed_save_leaves_no_file(graph: Graph, tmp_path: Path, monkeypatch:
 
     latent = graph.latent()
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(ValueError, match="x_00001_.* cannot be written: No space"):
+    with pytest.raises(ValueError, match="cannot be written: No space"):
         graph.run("Magi2SaveLatent", magi2_latent=latent, filename_prefix="magi2/x")
     monkeypatch.undo()
     assert list((tmp_path / "output" / "magi2").iterdir()) == []
