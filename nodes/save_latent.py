@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..stages.folders import check_prefix
 from ..stages.latent import SUBFOLDER, write_latent
 from ..stages.values import ClipLatent
-from .comfy import LatentType, io, save_path, schema, ui
+from .checks import sentence_of
+from .comfy import LatentType, folders, io, save_path, schema, ui
 
 
 class Magi2SaveLatent(io.ComfyNode):
@@ -28,6 +30,10 @@ class Magi2SaveLatent(io.ComfyNode):
             outputs=[],
             is_output_node=True,
         )
+
+    @classmethod
+    def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
+        return sentence_of(lambda prefix: check_prefix(prefix, folders().output), filename_prefix)
 
     @classmethod
     def execute(cls, magi2_latent: ClipLatent, filename_prefix: str) -> Any:

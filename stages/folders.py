@@ -78,6 +78,16 @@ def resolve_inside(name: str, roots: Sequence[Path], what: str) -> Path:
     raise RequestError(f"There is no {what} {name!r} in {searched}.")
 
 
+def check_prefix(prefix: str, output: Path) -> None:
+    """RequestError for the start of a file name that ComfyUI would refuse, or that no file should have."""
+    root = os.path.abspath(output)
+    path = Path(os.path.abspath(os.path.join(root, prefix.replace("\\", "/"))))
+    if not prefix.strip() or Path(root) not in path.parents:
+        raise RequestError(f"The file name prefix {prefix!r} is no name below the output folder; give one like clips/a.")
+    if not prefix.isprintable():
+        raise RequestError(f"The file name prefix {prefix!r} holds a character that belongs in no file name.")
+
+
 def _inside(path: Path, root: Path) -> bool:
     """Whether `path` stays below `root` by its name alone: links inside a folder the user registered are followed."""
     parts = path.parts

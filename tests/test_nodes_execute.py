@@ -188,6 +188,26 @@ def test_more_pictures_are_figures_in_the_order_in_which_they_come(graph: Graph,
     assert len(image_call["pictures"]) == 3
 
 
+@pytest.mark.parametrize("parts", [[10], [9, 1]], ids=["in a batch", "from two nodes"])
+def test_ten_pictures_come_in_the_references_order(graph: Graph, parts: list[int]) -> None:
+    """30 §5: as words, <Figure 10> before <Figure 1>. What is shown goes by number."""
+    images = torch.stack([torch.full((8, 8, 3), value / 255) for value in range(1, 11)])
+    conditioning = graph.conditioning()
+    for part in images.split(parts):
+        result = execute(graph.nodes["Magi2ImageConditioning"], node_id="2", conditioning=conditioning, image=part)
+        (conditioning,) = result.args
+    assert conditioning["figures"] == [10, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert [int(picture[0, 0, 0]) for picture in conditioning["pictures"]] == conditioning["figures"]
+    assert graph.pools[0].calls[-1][1]["figures"] == conditioning["figures"]
+    assert [line.split(":")[0] for line in result.ui.value.splitlines()] == [f"<Figure {i}>" for i in range(1, 11)]
+
+
+def test_a_picture_node_passes_on_what_the_encoder_warns_of(graph: Graph) -> None:
+    node = graph.nodes["Magi2ImageConditioning"]
+    result = execute(node, conditioning=graph.conditioning("warn me"), image=torch.rand(2, 8, 8, 3), node_id="2")
+    assert result.ui.value.splitlines()[-1] == "a warning"
+
+
 def test_pictures_of_different_sizes_are_refused_by_name(graph: Graph) -> None:
     first = graph.run("Magi2ImageConditioning", conditioning=graph.conditioning(), image=torch.rand(1, 90, 160, 3))
     with pytest.raises(ValueError, match=r"different sizes \(<Figure 1> 448x224, <Figure 2> 224x448\)"):
@@ -427,6 +447,18 @@ def test_saving_never_leaves_the_output_folder_nor_half_a_file(graph: Graph, tmp
         graph.run("Magi2SaveLatent", magi2_latent=graph.latent(), filename_prefix="../../evil")
     graph.run("Magi2SaveLatent", magi2_latent=graph.latent(), filename_prefix="deep\\name")
     assert [path.name for path in (tmp_path / "output" / "deep").iterdir()] == ["name_00001_.safetensors"]
+
+
+@pytest.mark.parametrize("prefix", ["../../evil", "..\\evil", "/etc/x", "", " ", "magi2/..", "a\nb", "a\0", "\ud800"])
+def test_a_name_that_cannot_be_saved_under_is_refused_before_anything_runs(graph: Graph, prefix: str) -> None:
+    assert "file name prefix" in str(graph.nodes["Magi2SaveLatent"].validate_inputs(filename_prefix=prefix))
+
+
+@pytest.mark.parametrize("prefix", ["magi2/latent", "magi2/%year%/clip é 1", "a/../b", "deep\\name", "magi2/"])
+def test_these_are_names_to_save_under(graph: Graph, tmp_path: Path, prefix: str) -> None:
+    assert graph.nodes["Magi2SaveLatent"].validate_inputs(filename_prefix=prefix) is True
+    graph.run("Magi2SaveLatent", magi2_latent=graph.latent(), filename_prefix=prefix)
+    assert len(list((tmp_path / "output").rglob("*.safetensors"))) == 1
 
 
 def test_a_failed_save_leaves_no_file(graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
