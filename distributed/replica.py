@@ -98,10 +98,13 @@ class Replica:
     def _take_line(self, rank: Rank, message: dict[str, Any], job: Job | None) -> None:
         level, text = message["level"], message["text"]
         rank.lines.append(f"{level} {text}")
-        if message["for_user"]:
+        if not message["for_user"]:
+            return
+        # once: to whoever runs the job, who may log it too, and while there is none to the log
+        if job is not None:
+            job.add_event(LogLine(rank.number, level, text))
+        else:
             logger.log(getattr(logging, level, logging.INFO), "[rank %d] %s", rank.number, text)
-            if job is not None:
-                job.add_event(LogLine(rank.number, level, text))
 
     def _note_failure(self, rank: Rank, when: float, patience: float) -> None:
         rank.failed_at = when

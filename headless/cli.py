@@ -67,12 +67,10 @@ def _failed(sentence: str, options: argparse.Namespace, code: int) -> int:
 
 
 class _Lines(logging.Handler):
-    """Log records on stderr, above a progress bar; what workers say arrives as events already."""
+    """Log records on stderr, above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        if not text.startswith("[rank "):
-            tqdm.write(text, file=sys.stderr)
+        tqdm.write(self.format(record), file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -32,12 +32,17 @@ def run_on_pool(pool: Pool, call: str, arguments: dict[str, Any], events: Events
     sentence for the user that every rank raised comes back as the error it was; anything else is a RankError.
     """
 
+    warnings: set[str] = set()
+
     def pass_on(event: Event) -> None:
         match event:
             case Progress():
                 events.progress(event.stage, event.step, event.total, event.latent)
-            # what all ranks of a replica say alike is heard once, warnings always
-            case LogLine() if event.level != "INFO" or event.rank % pool.spec.layout.replica == 0:
+            # what all ranks say alike is heard once: of a replica's first rank, and warnings of any
+            case LogLine() if event.level == "INFO" and event.rank % pool.spec.layout.replica == 0:
+                events.log(event.text)
+            case LogLine() if event.level != "INFO" and event.text not in warnings:
+                warnings.add(event.text)
                 events.log(event.text)
 
     try:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import sys
 
 import pytest
 from magi2_native.headless import terminal
-from magi2_native.headless.cli import _Lines
 from magi2_native.headless.terminal import JsonEvents, TerminalEvents, TimeLeft
 
 
@@ -120,11 +118,3 @@ def test_a_json_line_holds_any_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("\n") == 1
     assert out.isascii()
     assert json.loads(out) == {"event": "log", "text": "clip \udce4 \u20ac\nnext"}
-
-
-def test_what_a_worker_logs_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """It arrives as an event; the pool's log record of it is the second copy."""
-    handler = _Lines()
-    for text in ("[rank 1] careful", "a shard is stray"):
-        handler.handle(logging.LogRecord("magi2", logging.WARNING, "", 0, text, (), None))
-    assert capsys.readouterr().err == "a shard is stray\n"

@@ -169,3 +169,18 @@ def test_other_errors_of_a_rank_keep_their_report(manager: PoolManager, pools: l
     pools[0].submit = lambda call, arguments: failing  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(pool_module.RankError, match=r"(?s)Rank 1 raised.*Traceback: x$"):
         run(manager)
+
+
+def test_what_ranks_say_is_heard_once(manager: PoolManager, pools: list[FakePool]) -> None:
+    heard: list[str] = []
+
+    class Hearing(Silent):
+        def log(self, text: str) -> None:
+            heard.append(text)
+
+    run(manager)
+    said = [(0, "INFO", "read"), (1, "INFO", "read"), (1, "WARNING", "a stray"), (0, "WARNING", "a stray"),
+            (1, "WARNING", "of mine")]  # fmt: skip
+    pools[0].lines = [pool_module.LogLine(*line) for line in said]
+    manager.run(MODEL, "encode_text", dict(REQUEST), Hearing())
+    assert heard == ["read", "a stray", "of mine", "encode_text is done"]

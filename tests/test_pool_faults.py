@@ -177,7 +177,10 @@ def test_replicas_share_jobs_and_nothing_else() -> None:
         ({"die_at_start": 1}, r"Rank 1 .* was killed by SIGKILL .*while starting"),
     ],
 )  # fmt: skip
-def test_a_start_that_fails_names_the_rank(plan: dict[str, Any], message: str) -> None:
+def test_a_start_that_fails_names_the_rank(
+    plan: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "magi2")
     with Pool(PoolSpec(ENGINE, plan, TWO, start_seconds=10)) as pool:
         job = pool.submit("echo")
         with pytest.raises(RankError, match=message) as caught:
@@ -186,6 +189,7 @@ def test_a_start_that_fails_names_the_rank(plan: dict[str, Any], message: str) -
         assert not pids(pool)
         if "hang_at_start" in plan:
             assert "INFO rank 1 waits for nothing" in caught.value.log_lines
+            assert caplog.messages == ["[rank 1] rank 1 waits for nothing"], "no job runs that could be told"
 
 
 def test_an_engine_that_does_not_exist_is_named() -> None:

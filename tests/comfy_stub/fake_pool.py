@@ -29,6 +29,7 @@ class FakePool:
         self.cancelled: list[str] = []
         self.die = self.silent = False
         self.refuse_start = False
+        self.lines: list[Any] = []
         self.on_call: Callable[[str], None] = lambda call: None
 
     def open(self, poll: Callable[[], None] | None = None) -> FakePool:
@@ -68,6 +69,8 @@ class FakeJob:
                     continue
                 latent = torch.zeros(48, 32, 2, 2) if self.call == "sample" else None
                 on_event(self.pool.module.Progress(self.call, step + 1, steps, None, latent))
+            for line in self.pool.lines:
+                on_event(line)
             on_event(self.pool.module.LogLine(0, "INFO", f"{self.call} is done"))
             poll()
         except self.pool.module.PoolError:
