@@ -207,7 +207,9 @@ def gather_tokens(x_SC: Tensor, split: TokenSplit, group: Group) -> Tensor:
         padded_SC = x_SC.new_zeros(most, *x_SC.shape[1:])
         padded_SC[: split.local] = x_SC
     gathered_PSC = x_SC.new_empty(split.ranks, most, *x_SC.shape[1:])
-    dist.all_gather_into_tensor(gathered_PSC.flatten(0, 1), padded_SC, group)
+    # its name since torch 2.13, which warns of the old one
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered_PSC.flatten(0, 1), padded_SC, group)
     if min(split.counts) == most:
         return gathered_PSC.flatten(0, 1)
     return torch.cat([rows_SC[:count] for rows_SC, count in zip(gathered_PSC, split.counts, strict=True)])

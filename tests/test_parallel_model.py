@@ -126,7 +126,7 @@ def test_sequence_parallelism_needs_four_exchanges_a_moe_layer_two_a_dense_one_a
         assert preparing.calls == []
         assert len(running.calls) == 2 * (4 * MOE_LAYERS + 2 * DENSE_LAYERS + 1)
         assert running.count("all_to_all_single") == 2 * (4 * MOE_LAYERS + 2 * DENSE_LAYERS)
-        assert running.count("all_gather_into_tensor") == 2
+        assert running.count("all_gather_single") == 2
 
 
 @pytest.mark.parametrize("text", ["sp2", "sp4", "sp8", "sp8-padded"])
