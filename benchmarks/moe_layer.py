@@ -81,7 +81,7 @@ _WEIGHTS: dict[str, Component] = {
     "mlp.moe_mlp.gate": ("MoE", "routing"),
     "mlp.merge_linear": ("MoE", "merge"),
 }
-_ON_WEIGHTS = ((model, "rms_norm"), (attention, "rms_norm"), (attention, "grouped_linear"), (mlp, "rms_norm"))
+_ON_WEIGHTS = ((model, "rms_norm"), (attention, "rms_norm"), (mlp, "rms_norm"))
 # Every call of one of these functions starts the component.
 _FUNCTIONS: dict[tuple[ModuleType, str], Component] = {
     (model, "coefficients"): ("mHC", "coefficients"),

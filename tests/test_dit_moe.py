@@ -257,7 +257,7 @@ def test_the_dense_branch_is_norm_up_activation_down_in_the_compute_dtype() -> N
 def test_the_moe_branch_adds_shared_and_modality_experts_first_and_the_routed_term_last(kind: str) -> None:
     mlp, prepared = small_layer(kind, torch.bfloat16).mlp, small_prepared()
     u = random(prepared.split.local, 48, dtype=torch.bfloat16)
-    x = rms_norm(u, mlp.pre_norm.weight, prepared.runs)
+    x = torch.cat([rms_norm(u[run.rows], mlp.pre_norm.of(run.modality)) for run in prepared.runs])
     y = mlp.moe_mlp(F.linear(x, mlp.split_linear.weight).unflatten(1, (M, D))).flatten(1)
     out = mlp(u, prepared)
     for run in prepared.runs:

@@ -8,10 +8,9 @@ import math
 import pytest
 import torch
 from magi2_native.magi2_core.dit.activation import swiglu7, swiglu7_pair
-from magi2_native.magi2_core.dit.linear import grouped_linear
 from magi2_native.magi2_core.dit.norm import rms_norm
 from magi2_native.magi2_core.dit.rope import rotary_bands, rotary_table, rotate
-from magi2_native.magi2_core.dit.runs import Run, block, modality_runs, pieces
+from magi2_native.magi2_core.dit.runs import Run, modality_runs, pieces
 from magi2_native.magi2_core.errors import RequestError
 from magi2_native.magi2_core.precision import true_fp32
 from torch import Tensor
@@ -117,13 +116,6 @@ def test_the_norm_of_tiny_values_shows_its_epsilon() -> None:
     assert torch.allclose(rms_norm(x, torch.zeros(4)), torch.full((1, 4), math.sqrt(0.5)))
 
 
-def test_every_modality_is_normed_with_its_own_block() -> None:
-    x, weight = random(5, 8), random(24, seed=1)
-    got = rms_norm(x, weight, (Run(0, 0, 2), Run(2, 2, 5)))
-    assert torch.equal(got[:2], rms_norm(x[:2], weight[:8]))
-    assert torch.equal(got[2:], rms_norm(x[2:], weight[16:]))
-
-
 def test_a_norm_per_head_shares_its_weight_between_heads() -> None:
     x, weight = random(3, 2, 8), random(8, seed=1)
     assert torch.allclose(rms_norm(x, weight), torch.stack([rms_norm(x[:, h], weight) for h in (0, 1)], 1))
@@ -141,30 +133,6 @@ def test_norm_rounds_once() -> None:
 def _exact_norm(x: Tensor, weight: Tensor) -> Tensor:
     x64 = x.double()
     return x64 * (x64.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (weight.double() + 1)
-
-
-# Linear
-
-
-def test_every_modality_has_its_own_rows_of_a_grouped_weight() -> None:
-    x, weight, bias = random(6, 8), random(15, 8, seed=1), random(15, seed=2)
-    got = grouped_linear(x, weight, modality_runs(torch.tensor([2, 2, 0, 1, 1, 1])), bias)
-    for rows, modality in ((slice(0, 2), 2), (slice(2, 3), 0), (slice(3, 6), 1)):
-        part = slice(5 * modality, 5 * modality + 5)
-        assert torch.allclose(got[rows], x[rows] @ weight[part].t() + bias[part], atol=1e-6)
-
-
-def test_a_modality_without_rows_and_a_rank_without_rows_give_nothing() -> None:
-    weight = random(15, 8)
-    assert grouped_linear(random(0, 8), weight, ()).shape == (0, 5)
-    assert grouped_linear(random(2, 8), weight, (Run(1, 0, 2),)).shape == (2, 5)
-
-
-def test_a_grouped_linear_in_bf16_rounds_once_with_its_bias() -> None:
-    x, weight, bias = (random(*s, seed=i, dtype=torch.bfloat16) for i, s in enumerate([(64, 32), (48, 32), (48,)]))
-    got = grouped_linear(x, weight, (Run(1, 0, 64),), bias)
-    exact = x.double() @ block(weight, 1, 3).double().t() + block(bias, 1, 3).double()
-    assert (got != exact.to(torch.bfloat16)).float().mean() < 0.01  # a sum in another order may cross a midpoint
 
 
 def test_the_guard_turns_reduced_precision_off_and_back_on() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ...distributed.exchange import all_reduce_sum, scatter_qkv, scatter_tokens_gather_heads
 from ..config import PreviewConfig
 from ..kernels.attention import varlen_attention
-from .linear import grouped_linear
 from .norm import rms_norm
 from .prepare import Prepared
 from .rope import rotate
@@ -43,9 +42,12 @@ class Attention(nn.Module):
         sinks_NH = self.sinks.chunk(split.ranks, dim=1)[split.rank]
         o_THd = attend(q_THd, k_THd, v_THd, prepared.cu_seqlens, sinks_NH, self.softcap)
         del q_THd, k_THd, v_THd
-        o_SHd = head_gate_(scatter_tokens_gather_heads(o_THd, split, group), gate_SH)
-        runs = prepared.runs if self.linear_proj.blocks > 1 else None
-        out_SD = grouped_linear(o_SHd.flatten(1), self.linear_proj.weight, runs)
+        o_SHd = scatter_tokens_gather_heads(o_THd, split, group)
+        del o_THd
+        out_SD = torch.empty_like(u_SD)
+        for piece in prepared.pieces(self.linear_proj.blocks):
+            gated_RHd = head_gate_(o_SHd[piece.rows], gate_SH[piece.rows])
+            out_SD[piece.rows] = F.linear(gated_RHd.flatten(1), self.linear_proj.of(piece.modality))
         return all_reduce_sum(out_SD, prepared.parallel.tp_group)
 
     def project(self, u_SD: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -16,15 +16,19 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+
+from ...magi2_core.dit.norm import rms_norm
+from ...magi2_core.dit.runs import MODALITIES, Run, block
 
 PARTS = ("dit", "sampling", "text", "vae", "refiner")
 
@@ -65,6 +69,22 @@ class Case:
     def tensors(self) -> dict[str, Tensor]:
         file = self.path.with_suffix(".safetensors")
         return load_file(file) if file.exists() else {}
+
+
+def norm_by_modality(x: Tensor, weight: Tensor, runs: Iterable[Run], dtype: torch.dtype | None = None) -> Tensor:
+    """The norm of rows that lie in runs of one modality each, by a weight with a block for each modality."""
+    return torch.cat([rms_norm(x[run.rows], block(weight, run.modality, MODALITIES), dtype) for run in runs])
+
+
+def linear_by_modality(x: Tensor, weight: Tensor, runs: Iterable[Run], bias: Tensor | None = None) -> Tensor:
+    """The product of rows that lie in runs of one modality each, with a block of the weight for each modality."""
+
+    def part(of: Tensor, run: Run) -> Tensor:
+        return block(of, run.modality, MODALITIES)
+
+    return torch.cat(
+        [F.linear(x[run.rows], part(weight, run), None if bias is None else part(bias, run)) for run in runs]
+    )
 
 
 def equal(what: str, got: Any, expected: Any) -> Measure:

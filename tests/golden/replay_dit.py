@@ -24,7 +24,6 @@ from ...magi2_core.config import MoeConfig, PreviewConfig
 from ...magi2_core.dit.activation import swiglu7
 from ...magi2_core.dit.attention import apply_sinks_
 from ...magi2_core.dit.inputs import Modality, PackedLayout, PackedTokens
-from ...magi2_core.dit.linear import grouped_linear
 from ...magi2_core.dit.mhc import branch_input, coefficients, update_streams_
 from ...magi2_core.dit.model import Layer, PreviewTransformer
 from ...magi2_core.dit.moe import RoutedExperts
@@ -40,7 +39,7 @@ from ...magi2_core.kernels.experts import sort_routes
 from ...magi2_core.sampling.time_embedding import time_embedding
 from ..ranks import run_ranks
 from .limits import judge, missed
-from .replay import Case, Measure, equal, max_abs, rel_l2
+from .replay import Case, Measure, equal, linear_by_modality, max_abs, norm_by_modality, rel_l2
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -101,7 +100,8 @@ def run_norm(case: Case) -> list[Measure]:
         kind, mode = key.removeprefix("out.").split("_")
         x = case.tensors["in.heads_permuted" if kind == "heads" else "in.x_permuted"]
         weight = case.tensors[f"weights.{weights[kind]}.weight"]
-        got = rms_norm(x, weight, None if kind == "single" else runs, dtype=DTYPES[mode])
+        single = kind == "single"
+        got = rms_norm(x, weight, DTYPES[mode]) if single else norm_by_modality(x, weight, runs, DTYPES[mode])
         measures += [equal(f"{key} dtype", got.dtype, case.tensors[key].dtype), *judge(case, key, got)]
     return measures
 
@@ -113,7 +113,7 @@ def run_grouped_linear(case: Case) -> list[Measure]:
         dtype = DTYPES[key.rsplit("_", 1)[1]]
         x, weight = (case.tensors[name].to(dtype) for name in ("in.x_permuted", "weights.weight"))
         bias = case.tensors["weights.bias"].to(dtype) if "weights.bias" in case.tensors else None
-        measures += judge(case, key, grouped_linear(x, weight, runs, bias))
+        measures += judge(case, key, linear_by_modality(x, weight, runs, bias))
     return measures
 
 
@@ -149,7 +149,7 @@ def run_mhc(case: Case) -> list[Measure]:
     measures = []
     for mode, dtype in DTYPES.items():
         streams = tensors["in.streams_permuted"].to(dtype, copy=True)
-        normed = rms_norm(streams.flatten(1), tensors["weights.mhc_norm.weight"], runs, dtype=torch.float32)
+        normed = norm_by_modality(streams.flatten(1), tensors["weights.mhc_norm.weight"], runs, torch.float32)
         logits = normed @ tensors["weights.mhc_phi_fused"]
         alphas = [tensors[f"weights.alpha_{kind}"] for kind in ("pre", "post", "res")]
         biases = [tensors[f"weights.bias_{kind}"] for kind in ("pre", "post", "res")]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from ...distributed.layout import BankShare, RankShare
 from ...magi2_core.codecs.frames import resize
 from ...magi2_core.config import RefinerConfig
 from ...magi2_core.dit.activation import swiglu7
-from ...magi2_core.dit.linear import grouped_linear
 from ...magi2_core.dit.norm import rms_norm
 from ...magi2_core.dit.rope import rotary_bands, rotary_table, rotate
 from ...magi2_core.dit.runs import Run
@@ -35,7 +35,7 @@ from ...magi2_core.refiner.window_attention import plan_windows, window_attentio
 from ...magi2_core.sampling.schedule import make_schedule
 from ..refiner_models import attended_pairs
 from .limits import bf16_steps
-from .replay import Case, Measure, close, equal, max_abs, rel_l2
+from .replay import Case, Measure, close, equal, linear_by_modality, max_abs, norm_by_modality, rel_l2
 from .replay_sampling import wide_rows
 
 CPU = torch.device("cpu")
@@ -86,15 +86,16 @@ def run_norm_linear(case: Case) -> list[Measure]:
     runs = [Run(modality, *rows) for modality, rows in enumerate(pairwise(bounds))]
     x32, x16 = t["in.x_f32"], t["in.x_bf16"]
     norm1, norm3, linear1, linear3 = (t[f"weights.{name}.weight"] for name in ("norm1", "norm3", "linear1", "linear3"))
+    heads = norm_by_modality(t["in.q_f32"], t["weights.qnorm3.weight"], runs)
     return [
         close("norm of fp32", rms_norm(x32, norm1), t["out.norm1_f32"], limits),
         ulps("norm of bf16", rms_norm(x16, norm1), t["out.norm1_bf16"]),
-        close("norm by modality of fp32", rms_norm(x32, norm3, runs), t["out.norm3_f32"], limits),
-        ulps("norm by modality of bf16", rms_norm(x16, norm3, runs), t["out.norm3_bf16"]),
-        close("norm of heads", rms_norm(t["in.q_f32"], t["weights.qnorm3.weight"], runs), t["out.qnorm3_f32"], limits),
-        ulps("linear", grouped_linear(x16, linear1), t["out.linear1_from_bf16"]),
-        ulps("linear by modality", grouped_linear(x16, linear3, runs), t["out.linear3_from_bf16"]),
-        ulps("linear from fp32", grouped_linear(x32.bfloat16(), linear3, runs).float(), t["out.linear3_from_f32"]),
+        close("norm by modality of fp32", norm_by_modality(x32, norm3, runs), t["out.norm3_f32"], limits),
+        ulps("norm by modality of bf16", norm_by_modality(x16, norm3, runs), t["out.norm3_bf16"]),
+        close("norm of heads", heads, t["out.qnorm3_f32"], limits),
+        ulps("linear", F.linear(x16, linear1), t["out.linear1_from_bf16"]),
+        ulps("linear by modality", linear_by_modality(x16, linear3, runs), t["out.linear3_from_bf16"]),
+        ulps("linear from fp32", linear_by_modality(x32.bfloat16(), linear3, runs).float(), t["out.linear3_from_f32"]),
     ]
 
 
