@@ -29,7 +29,7 @@ def extension() -> Any:
     register_model_folder()
     manager.hidden_paths = comfyui_root()
     bridge = MemoryBridge(manager)
-    manager.before_start, manager.after_start = bridge.before_start, bridge.after_start
+    manager.before_start, manager.before_job = bridge.before_start, bridge.before_job
     manager.changed = lambda: send("magi2.status", public_status(manager, bridge))
     register_routes(server(), manager, bridge)
 

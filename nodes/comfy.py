@@ -117,6 +117,11 @@ def server() -> Any:
     return getattr(PromptServer, "instance", None)
 
 
+def workflows_left() -> int:
+    """How many workflows run or wait on this server."""
+    return server().prompt_queue.get_tasks_remaining() if server() is not None else 0
+
+
 def send(event: str, data: dict[str, Any]) -> None:
     """Send an event to every open page; without a server or a page it does nothing."""
     if server() is not None:

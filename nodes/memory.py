@@ -38,8 +38,11 @@ class MemoryBridge:
             model_management.unload_all_models()
             model_management.soft_empty_cache()
 
-    def after_start(self, model: Model) -> None:
-        """List the running pool. A ComfyUI whose memory manager has changed only costs us the listing."""
+    def before_job(self, model: Model) -> None:
+        """List the running pool. A ComfyUI whose memory manager has changed only costs us the listing.
+
+        The listing may move ComfyUI's own models, so it belongs into the thread in which nodes run.
+        """
         if self._broken:
             return
         try:

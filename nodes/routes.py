@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..magi2_core.errors import Magi2Error
+from ..distributed.pool import PoolError
+from ..magi2_core.errors import Magi2Error, RequestError
 from ..stages.manager import PoolManager
+from .comfy import workflows_left
 from .memory import GIVE_UP, MemoryBridge
 
 PATIENCE_S = 2.0
@@ -39,13 +41,13 @@ def register_routes(server: Any, manager: PoolManager, bridge: MemoryBridge) -> 
             try:
                 body = await _body(request)
                 await asyncio.to_thread(action, body)
-            except (Magi2Error, ValueError) as error:
+            except (Magi2Error, PoolError, ValueError) as error:
                 return web.json_response({"error": shorten_paths(str(error))}, status=409)
             return web.json_response(public_status(manager, bridge))
 
         routes.post(path)(handle)
 
-    add("/magi2/start", lambda body: manager.start(PATIENCE_S))
+    add("/magi2/start", lambda body: start_workers(manager))
     add("/magi2/stop", lambda body: manager.stop(PATIENCE_S))
     add("/magi2/unload", lambda body: manager.unload(PATIENCE_S))
     add("/magi2/settings", lambda body: apply_settings(body, manager, bridge))
@@ -78,6 +80,16 @@ def refusal(headers: Any) -> str | None:
     if origin is not None and urlsplit(origin).netloc.lower() != headers.get("Host", "").lower():
         return "Requests from other sites are refused."
     return None
+
+
+def start_workers(manager: PoolManager) -> None:
+    """Start workers for the model that ran last; RequestError while workflows run.
+
+    A start takes ComfyUI's own models off the GPUs, and a node that runs may be in the middle of a step with them.
+    """
+    if workflows_left():
+        raise RequestError("ComfyUI is running a workflow; the workers start by themselves when it needs them.")
+    manager.start(PATIENCE_S)
 
 
 def apply_settings(body: dict[str, Any], manager: PoolManager, bridge: MemoryBridge) -> None:

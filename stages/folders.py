@@ -83,7 +83,7 @@ def check_prefix(prefix: str, output: Path) -> None:
     root = os.path.abspath(output)
     path = Path(os.path.abspath(os.path.join(root, prefix.replace("\\", "/"))))
     if not prefix.strip() or Path(root) not in path.parents:
-        raise RequestError(f"The file name prefix {prefix!r} is no name below the output folder; give one like clips/a.")
+        raise RequestError(f"The file name prefix {prefix!r} is no name below the output folder; write one.")
     if not prefix.isprintable():
         raise RequestError(f"The file name prefix {prefix!r} holds a character that belongs in no file name.")
 

@@ -30,8 +30,9 @@ LOG_LINES = 50
 class PoolManager:
     """Owns at most one pool. `run` may be called from any thread; calls run one after the other.
 
-    `before_start` is called with the model just before workers start, `after_start` once they run, `changed` whenever
-    the status changes; the node layer uses them to make room on the GPUs and to tell the page.
+    `before_start` is called with the model just before workers start, `before_job` before the first job of workers, in
+    its thread, `changed` whenever the status changes; the node layer uses them to make room on the GPUs and to tell the
+    page.
     """
 
     def __init__(self, make_pool: Callable[[Model], Pool] | None = None) -> None:
@@ -39,6 +40,7 @@ class PoolManager:
         self._job_lock = threading.RLock()
         self._pool: Pool | None = None
         self._model: Model | None = None
+        self._unused = False  # whether the pool has had no job yet
         self._state = "stopped"
         self._progress: dict[str, Any] | None = None
         self._log: deque[str] = deque(maxlen=LOG_LINES)
@@ -47,7 +49,7 @@ class PoolManager:
         self.hidden_paths: tuple[str, ...] = ()
         self.runs = 0
         self.before_start: Callable[[Model], None] = lambda model: None
-        self.after_start: Callable[[Model], None] = lambda model: None
+        self.before_job: Callable[[Model], None] = lambda model: None
         self.changed: Callable[[], None] = lambda: None
 
     def run(self, model: Model, call: str, arguments: dict[str, Any], events: Events) -> dict[str, Any]:
@@ -59,6 +61,9 @@ class PoolManager:
         with self._job_lock:
             self._cancel_idle()
             pool = self._ready(model, events)
+            if self._unused:
+                self._unused = False
+                self.before_job(model)
             self._set("busy", stage=call)
             try:
                 return run_on_pool(pool, call, arguments, _Watched(events, self))
@@ -162,7 +167,7 @@ class PoolManager:
                     pool.close()
         finally:
             self._set("ready" if self._pool is not None else "stopped")
-        self.after_start(model)
+        self._unused = True
         return self._pool
 
     def _set(self, state: str, stage: str | None = None) -> None:

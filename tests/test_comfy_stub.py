@@ -22,7 +22,7 @@ import utils.install_util  # as main.py does first: later on another `utils` may
 from comfy_api.latest import io, ui, InputImpl, Types, ComfyExtension
 import comfy.model_management as management, folder_paths, comfy.utils
 from comfy.model_patcher import ModelPatcher
-import server
+import execution, server
 names = lambda function: [n for n in inspect.signature(function).parameters if n not in ("self", "kwargs")]
 print("SIGNATURES" + json.dumps({
     "Schema": [field.name for field in dataclasses.fields(io.Schema)],
@@ -43,6 +43,7 @@ print("SIGNATURES" + json.dumps({
     "patcher": names(ModelPatcher.__init__),
     "send_sync": names(server.PromptServer.send_sync),
     "send_progress_text": names(server.PromptServer.send_progress_text),
+    "get_tasks_remaining": names(execution.PromptQueue.get_tasks_remaining),
 }))
 """
 MANAGEMENT = ("unload_all_models", "load_models_gpu", "get_torch_device", "soft_empty_cache",
@@ -110,6 +111,7 @@ def test_host_functions_take_the_arguments_of_the_real_ones(real: dict[str, Any]
     assert names(host.make_model_patcher().__init__) == real["patcher"]
     assert names(server.send_sync) == real["send_sync"]
     assert names(server.send_progress_text) == real["send_progress_text"]
+    assert names(server.prompt_queue.get_tasks_remaining) == real["get_tasks_remaining"]
     assert real["interrupt"] == "Exception"
 
 

@@ -139,13 +139,18 @@ def test_without_a_set_time_workers_stay(manager: PoolManager) -> None:
     assert threading.active_count() == before
 
 
-def test_the_hooks_around_a_start_see_the_model(manager: PoolManager) -> None:
+def test_the_hooks_of_a_start_and_of_a_first_job_see_the_model(manager: PoolManager) -> None:
     seen: list[str] = []
-    manager.before_start = lambda model: seen.append(f"before {model.name}")
-    manager.after_start = lambda model: seen.append(f"after {model.name}")
+    manager.before_start = lambda model: seen.append(f"start {model.name}")
+    manager.before_job = lambda model: seen.append(f"job {model.name}")
     run(manager)
     run(manager)
-    assert seen == ["before mini", "after mini"]
+    assert seen == ["start mini", "job mini"]
+    manager.stop()
+    manager.start()
+    assert seen == ["start mini", "job mini", "start mini"]
+    run(manager)
+    assert seen == ["start mini", "job mini", "start mini", "job mini"]
 
 
 def test_a_sentence_of_the_engine_comes_back_as_the_error_it_was(manager: PoolManager, pools: list[FakePool]) -> None:

@@ -18,17 +18,33 @@ def graph(tmp_path: Path) -> Iterator[Graph]:
 
 
 def bridge(graph: Graph) -> Any:
-    return graph.manager.after_start.__self__
+    return graph.manager.before_start.__self__
+
+
+def listed(graph: Graph) -> int:
+    return len(graph.stub.model_management.current_loaded_models)
+
+
+def test_workers_are_listed_in_the_thread_of_their_first_job(graph: Graph) -> None:
+    """Listing may move ComfyUI's own models, which a start from the page must not do while nodes run."""
+    graph.conditioning()
+    graph.manager.stop()
+    graph.stub.model_management.unload_all_models()
+    graph.manager.start()
+    assert (graph.manager.alive, listed(graph)) == (True, 0)
+    graph.conditioning("again")
+    graph.conditioning("and again")
+    assert listed(graph) == 1
 
 
 def test_an_explicit_unload_ends_the_workers_and_the_next_run_starts_them_again(graph: Graph) -> None:
     graph.conditioning()
-    assert len(graph.stub.model_management.current_loaded_models) == 1
+    assert listed(graph) == 1
     graph.stub.model_management.unload_all_models()
     assert not graph.manager.alive
     graph.conditioning("again")
     assert graph.manager.alive
-    assert len(graph.stub.model_management.current_loaded_models) == 1
+    assert listed(graph) == 1
 
 
 @pytest.mark.parametrize(("give_up", "left"), [("never", True), ("when asked", True), ("always", False)])

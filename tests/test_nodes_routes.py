@@ -77,6 +77,28 @@ def test_starting_without_a_model_is_a_sentence(graph: Graph) -> None:
     assert "run a workflow once" in answer["error"]
 
 
+def test_workers_are_not_started_while_workflows_run(graph: Graph) -> None:
+    """A start takes ComfyUI's models off the GPUs, one of which may be in the middle of a step."""
+    graph.conditioning()
+    graph.manager.stop()
+    graph.stub.server.prompt_queue.tasks = 1
+    status, answer = ask(graph, "POST", "/magi2/start")
+    assert status == 409
+    assert "ComfyUI is running a workflow" in answer["error"]
+    assert not graph.manager.alive
+    graph.stub.server.prompt_queue.tasks = 0
+    assert ask(graph, "POST", "/magi2/start")[0] == 200
+    assert graph.manager.alive
+
+
+def test_a_start_that_fails_tells_why(graph: Graph) -> None:
+    graph.conditioning()
+    graph.manager.stop()
+    graph.refuse_start = True
+    status, answer = ask(graph, "POST", "/magi2/start")
+    assert (status, answer) == (409, {"error": "Rank 1 did not join."})
+
+
 @pytest.mark.parametrize(
     "body", [{"give_up": "sometimes"}, {"idle_minutes": -1}, {"idle_minutes": "5"}, {"idle_minutes": True}, [1], b"{x"]
 )

@@ -144,11 +144,21 @@ def make_model_patcher() -> type:
     return ModelPatcher
 
 
+class PromptQueue:
+    """The server's queue; `tasks` is how many workflows run or wait."""
+
+    tasks = 0
+
+    def get_tasks_remaining(self) -> int:
+        return self.tasks
+
+
 class PromptServerStub:
     """`PromptServer.instance`: remembers routes and everything sent to the page."""
 
     def __init__(self) -> None:
         self.routes = Routes()
+        self.prompt_queue = PromptQueue()
         self.sent: list[tuple[str, Any]] = []
         self.texts: list[tuple[str, str]] = []
         self.progress: list[tuple[int, int, Any]] = []
