@@ -17,8 +17,10 @@ from tqdm import tqdm
 from ..distributed.layout import LayoutError
 from ..distributed.pool import PoolError
 from ..magi2_core.checkpoint.miniature import MiniatureSize, write_miniature
+from ..magi2_core.conditioning.negative import default_negative_prompt
 from ..magi2_core.errors import Magi2Error, RequestError
-from ..magi2_core.sampling.guidance import GuidanceSettings
+from ..magi2_core.sampling.guidance import HELP, GuidanceSettings
+from .arguments import devices, folder, name_pictures, read_prompt, size
 from .terminal import JsonEvents, TerminalEvents, write_json
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -94,13 +96,22 @@ def _add_generate(commands: Any) -> None:
     add("checkpoint", type=Path, help="the checkpoint folder")
     add("--prompt", help="what the clip shows and sounds like: text, or a caption in JSON")
     add("--prompt-file", type=Path, help="read the prompt from this file instead")
-    add("--negative-prompt", help="what to stay away from; the built-in text if left out, no text if empty")
-    add("--image", type=Path, action="append", default=[], help="a picture the clip starts from; may be repeated")
+    add("--negative-prompt", help="what to stay away from; no text if empty; if left out, negative_prompt.txt of your"
+                                  " --settings, or else of the pack")
+    _add_settings(command)
+    add("--image", action="append", default=[],
+        help="a picture the clip starts from. Repeated, they are <Figure 1>, <Figure 2> and so on; or give one JSON"
+             """ object with the names, like '{"<Figure 1>": "a.png", "<Figure 2>": "b.png"}'""")
+    add("--image-order", default="string", choices=["string", "number"],
+        help="how the model is given ten pictures or more. string: sorted by name as the reference does, <Figure 10>"
+             " before <Figure 1>; number: by number")
     add("--output", type=Path, required=True, help="the mp4 file to write")
-    add("--resolution", default="540p", choices=["272p", "540p", "1080p"])
-    add("--orientation", default="landscape", choices=["landscape", "portrait"])
-    add("--seed", type=int, default=42)
-    add("--steps", type=int, default=100)
+    add("--resolution", default="540p", choices=["272p", "540p", "1080p"],
+        help="272p: 448x256. 540p: 896x512. 1080p: a 540p preview, refined")
+    add("--orientation", default="landscape", choices=["landscape", "portrait"],
+        help="a picture's shape does not change it")
+    add("--seed", type=int, default=42, help="the same seed and settings give the same clip")
+    add("--steps", type=int, default=100, help="denoising steps; the time grows with them")
     add("--shift", type=float, default=7.0, help="how much of the schedule is spent at high noise")
     add("--noise-device", default="cpu", choices=["cpu", "cuda"],
         help="cpu: the same noise on every machine; cuda: the reference's, which depends on the GPU model")
@@ -111,14 +122,16 @@ def _add_generate(commands: Any) -> None:
     for field in fields(GuidanceSettings):
         name = f"--{field.name.replace('_', '-')}"
         if isinstance(field.default, bool):
-            guidance.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default, help=" ")
+            kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         else:
-            guidance.add_argument(name, type=type(field.default), default=field.default, help=" ")
+            kind = {"type": type(field.default)}
+        guidance.add_argument(name, default=field.default, help=HELP[field.name], **kind)
     machine = command.add_argument_group("machine")
     machine.add_argument("--device", help="devices, such as cuda:0,cuda:1 or cpu; every GPU, else the CPU, if left out")
     machine.add_argument("--workers", type=int, help="number of worker processes; one for each device if left out")
     machine.add_argument("--layout", default="auto", help="how the model divides over workers, such as sp4 or tp2sp2")
-    machine.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    machine.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"],
+                         help="of the weights; float32 takes twice the memory")
     machine.add_argument("--residency", default="auto", choices=["auto", "keep", "swap"],
                          help="swap: one network on a device at a time")
     machine.add_argument("--start-anyway", action="store_true", help="start though the plan does not fit into memory")
@@ -134,10 +147,12 @@ def _generate(options: argparse.Namespace) -> int:
     from .generate import ClipRequest, generate
     from .session import open_session
 
+    negative = options.negative_prompt
     guidance = GuidanceSettings(**{field.name: getattr(options, field.name) for field in fields(GuidanceSettings)})
     request = ClipRequest(
         prompt=read_prompt(options.prompt, options.prompt_file), output=options.output,
-        negative_prompt=options.negative_prompt, images=options.image, resolution=options.resolution,
+        negative_prompt=default_negative_prompt(options.settings) if negative is None else negative,
+        images=name_pictures(options.image, numeric=options.image_order == "number"), resolution=options.resolution,
         orientation=options.orientation, seed=options.seed, noise_device=options.noise_device,
         settings=SamplingSettings(options.steps, options.shift, guidance),
         refiner=RefinerSettings(steps=options.refiner_steps), output_size=options.output_size, crf=options.crf,
@@ -158,43 +173,9 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def read_prompt(text: str | None, file: Path | None) -> str:
-    """The prompt from the command line or from a UTF-8 file, whose surrounding white space is dropped (30 §14)."""
-    if (text is None) == (file is None):
-        raise RequestError("Give the prompt with --prompt or with --prompt-file, and not with both.")
-    if text is not None:
-        return text
-    assert file is not None
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"The prompt file {file} cannot be read: {error}.") from error
-
-
-def size(text: str) -> tuple[int, int]:
-    """Read "1920x1080" as (width, height)."""
-    width, _, height = text.lower().partition("x")
-    if not (width.isdecimal() and height.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 1920x1080")
-    return int(width), int(height)
-
-
-def devices(names: str | None, workers: int | None) -> list[str] | None:
-    """The device list of a plan: the named ones, repeated for the workers where it is the CPU alone."""
-    listed = [name.strip() for name in names.split(",") if name.strip()] if names is not None else None
-    if workers is None:
-        return listed
-    if workers < 1:
-        raise RequestError(f"The number of workers is {workers}; it must be 1 or more.")
-    if listed is None:
-        import torch
-
-        listed = [f"cuda:{i}" for i in range(min(workers, torch.cuda.device_count()))] or ["cpu"]
-    if listed == ["cpu"]:
-        return ["cpu"] * workers
-    if workers > len(listed):
-        raise RequestError(f"{workers} workers need as many devices, and there are {len(listed)}: {', '.join(listed)}.")
-    return listed[:workers]
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--settings", type=folder, help="the folder of magi2_enhance.json and of your own texts:"
+                         " negative_prompt.txt, enhance_t2v.md, enhance_i2v.md; ComfyUI's is user/magi2")
 
 
 def _add_run(commands: Any) -> None:
@@ -205,6 +186,7 @@ def _add_run(commands: Any) -> None:
     add("--models", type=Path, required=True, help="the folder that holds checkpoint folders, as models/magi2 does")
     add("--input", type=Path, default=Path("input"), help="where LoadImage looks")
     add("--output", type=Path, default=Path("output"), help="where files are written")
+    _add_settings(command)
     _add_workflow_options(command)
 
 
@@ -232,7 +214,9 @@ def _run(options: argparse.Namespace) -> int:
     workflow = read_workflow(options.workflow)
     set_inputs(workflow, options.assignments)
     check_workflow(workflow)
-    folders = Folders((options.models.absolute(),), options.output.absolute(), options.input.absolute())
+    folders = Folders(
+        (options.models.absolute(),), options.output.absolute(), options.input.absolute(), user=options.settings
+    )
     with JsonEvents() if options.json else TerminalEvents() as events:
         written = run_workflow(workflow, folders, events)
     return _written(written, options.json)
@@ -321,7 +305,7 @@ def _add_enhance(commands: Any) -> None:
     command.add_argument("--image", help="a picture that the clip starts from: a path or an address")
     command.add_argument("--form", default="text", choices=["text", "json"],
                          help="text: ready to be used as prompt; json: the caption, to be edited")
-    command.add_argument("--settings", type=Path, help="folder of magi2_enhance.json and of your own instruction texts")
+    _add_settings(command)
     command.add_argument("--variation", default="", help="another text gives another caption")
 
 

@@ -42,7 +42,7 @@ def demo(folder: Path, steps: int, workers: int) -> int:
     print(f"A miniature checkpoint of random weights: {checkpoint}")
     write_miniature(checkpoint, seed=0)
     draw_picture(picture)
-    clips = {"text to clip": ((), folder / "text.mp4"), "picture to clip": ((picture,), folder / "picture.mp4")}
+    clips = {"text to clip": ({}, folder / "text.mp4"), "picture to clip": ({1: picture}, folder / "picture.mp4")}
     plan = make_plan(checkpoint, devices=["cpu"] * workers)
     with TerminalEvents() as events, open_session(plan) as session:
         for name, (images, output) in clips.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..magi2_core.refiner.stage import RefinerSettings
 from ..magi2_core.sampling.denoise import SamplingSettings
 from ..magi2_core.sampling.geometry import PREVIEW_FPS, REFINED_FPS, orient, reference_size, tier
 from ..magi2_core.sampling.noise import check_noise_device, check_seed
-from ..stages.prompt import check_prompt
+from ..stages.prompt import check_picture_count, check_prompt
 from .session import Session
 
 
@@ -31,14 +31,14 @@ from .session import Session
 class ClipRequest:
     """Everything that decides a clip, and where it goes.
 
-    refiner: used for 1080p alone; its width and height follow from the orientation. output_size: (width, height) that
-    the finished frames are rescaled to.
+    images: pictures by figure number, in the order in which they enter the sequence. refiner: used for 1080p alone; its
+    width and height follow from the orientation. output_size: (width, height) that the finished frames are rescaled to.
     """
 
     prompt: str
     output: Path
-    negative_prompt: str | None = None
-    images: Sequence[Path] = ()
+    negative_prompt: str = field(default_factory=default_negative_prompt)
+    images: Mapping[int, Path] = field(default_factory=dict)
     resolution: str = "540p"
     orientation: str = "landscape"
     seed: int = 42
@@ -83,7 +83,8 @@ def check_request(request: ClipRequest, plan: Plan) -> Checked:
     Raises RequestError for a prompt that cannot be encoded, a bad seed, size or picture, or an output that
     cannot be written, and CheckpointError if the checkpoint lacks a part that the request takes, or it is damaged.
     """
-    check_prompt(request.prompt, negative_prompt(request))
+    check_prompt(request.prompt, request.negative_prompt)
+    check_picture_count(len(request.images))
     check_seed(request.seed)
     check_noise_device(request.noise_device, "cpu" if "cpu" in plan.devices else "cuda")
     chosen = tier(request.resolution)
@@ -91,17 +92,12 @@ def check_request(request: ClipRequest, plan: Plan) -> Checked:
     assert size is not None
     check_video(*(request.output_size or refined or size), request.crf)
     output = check_output_path(request.output)
-    pictures = [torch.from_numpy(np.array(read_picture(path))) for path in request.images]
+    pictures = [torch.from_numpy(np.array(read_picture(path))) for path in request.images.values()]
     sizes = [reference_size(picture.shape[1], picture.shape[0], *size) for picture in pictures]
-    check_equal_sizes({marker(figure): each for figure, each in enumerate(sizes, 1)})
+    check_equal_sizes({marker(figure): each for figure, each in zip(request.images, sizes, strict=True)})
     takes = {"I2VA": bool(pictures), "1080p": refined is not None}
     require(plan.checkpoint, ["T2VA", *(name for name, needed in takes.items() if needed)])
     return Checked(size, refined, pictures, output)
-
-
-def negative_prompt(request: ClipRequest) -> str:
-    """The request's own negative prompt, or the built-in one."""
-    return default_negative_prompt() if request.negative_prompt is None else request.negative_prompt
 
 
 def generate(request: ClipRequest, session: Session, events: Events) -> Clip:
@@ -118,8 +114,8 @@ def generate(request: ClipRequest, session: Session, events: Events) -> Clip:
         seconds[call] = round(time.monotonic() - started, 3)
         return result
 
-    figures = list(range(1, len(checked.pictures) + 1))
-    text = run("encode_text", prompt=request.prompt, negative_prompt=negative_prompt(request), figures=figures)
+    text = run("encode_text", prompt=request.prompt, negative_prompt=request.negative_prompt,
+               figures=list(request.images))
     features = {name: text[name] for name in ("features", "null_features")}
     noise = {"seed": request.seed, "noise_device": request.noise_device}
     images = None

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..magi2_core.errors import check_choice
 from ..magi2_core.sampling.geometry import ORIENTATIONS
+from ..magi2_core.sampling.guidance import HELP
 from ..magi2_core.sampling.noise import check_seed
 from ..stages.sample import MOST_STEPS, RESOLUTIONS, sample, sampling_settings
 from ..stages.values import Conditioning, Model, SamplerOptions
@@ -65,7 +66,7 @@ class Magi2Sampler(io.ComfyNode):
                     min=-100.0,
                     max=100.0,
                     step=0.01,
-                    tooltip="How strongly the picture follows the prompt, away from the negative prompt.",
+                    tooltip=HELP["video_txt_guidance_scale"],
                 ),
                 io.Float.Input(
                     "audio_guidance",
@@ -73,7 +74,7 @@ class Magi2Sampler(io.ComfyNode):
                     min=-100.0,
                     max=100.0,
                     step=0.01,
-                    tooltip="How strongly the sound follows the prompt, away from the negative prompt.",
+                    tooltip=HELP["audio_txt_guidance_scale"],
                 ),
                 io.Float.Input(
                     "shift",

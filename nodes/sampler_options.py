@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import Field
 from typing import Any
 
-from ..magi2_core.sampling.guidance import GuidanceSettings
+from ..magi2_core.sampling.guidance import HELP
 from ..magi2_core.sampling.noise import NOISE_DEVICES
-from ..stages.sample import LARGEST_SIDE, sampler_options
+from ..stages.sample import LARGEST_SIDE, OPTION_FIELDS, sampler_options
 from .checks import sentence_of
 from .comfy import OptionsType, io, schema
 
-DEFAULTS = GuidanceSettings()
+# What the widgets let through; the settings check themselves.
+LIMITS = {
+    "cfg_trick_start_frame": (0, 1000),
+    "cfg_trick_value": (-100.0, 100.0),
+    "dynamic_cfg_start_t": (0, 1000),
+    "dynamic_cfg_cutoff_value": (-100.0, 100.0),
+    "skimmed_cfg_scale": (0.0, 100.0),
+    "cfg_rescale": (0.0, 10.0),
+}
 
 
 class Magi2SamplerOptions(io.ComfyNode):
@@ -46,72 +55,7 @@ class Magi2SamplerOptions(io.ComfyNode):
                     tooltip="cpu: a seed gives the same noise on every machine. cuda: the reference's noise, which"
                     " depends on the GPU model.",
                 ),
-                io.Boolean.Input(
-                    "use_ref_for_uncond",
-                    default=DEFAULTS.use_ref_for_uncond,
-                    tooltip="Show the picture to the unconditional branch too. Off: it sees zeros there.",
-                ),
-                io.Boolean.Input(
-                    "use_cfg_trick",
-                    default=DEFAULTS.use_cfg_trick,
-                    tooltip="Give the first latent frames a lower video guidance.",
-                ),
-                io.Int.Input(
-                    "cfg_trick_start_frame",
-                    default=DEFAULTS.cfg_trick_start_frame,
-                    min=0,
-                    max=1000,
-                    tooltip="How many latent frames, counted from the first, get the lower guidance (a clip has 32).",
-                ),
-                io.Float.Input(
-                    "cfg_trick_value",
-                    default=DEFAULTS.cfg_trick_value,
-                    min=-100.0,
-                    max=100.0,
-                    step=0.01,
-                    tooltip="Their guidance; it can only lower the video guidance.",
-                ),
-                io.Boolean.Input(
-                    "use_dynamic_cfg",
-                    default=DEFAULTS.use_dynamic_cfg,
-                    tooltip="Limit the video guidance in the later steps.",
-                ),
-                io.Int.Input(
-                    "dynamic_cfg_start_t",
-                    default=DEFAULTS.dynamic_cfg_start_t,
-                    min=0,
-                    max=1000,
-                    tooltip="Timestep below which the limit holds (1000 is pure noise, 0 the finished clip).",
-                ),
-                io.Float.Input(
-                    "dynamic_cfg_cutoff_value",
-                    default=DEFAULTS.dynamic_cfg_cutoff_value,
-                    min=-100.0,
-                    max=100.0,
-                    step=0.01,
-                    tooltip="The limit.",
-                ),
-                io.Boolean.Input(
-                    "use_skimmed_cfg_linear",
-                    default=DEFAULTS.use_skimmed_cfg_linear,
-                    tooltip="Tame the guidance where it would overshoot (skimmed guidance), for video and sound.",
-                ),
-                io.Float.Input(
-                    "skimmed_cfg_scale",
-                    default=DEFAULTS.skimmed_cfg_scale,
-                    min=0.0,
-                    max=100.0,
-                    step=0.01,
-                    tooltip="The guidance that remains there.",
-                ),
-                io.Float.Input(
-                    "cfg_rescale",
-                    default=DEFAULTS.cfg_rescale,
-                    min=0.0,
-                    max=10.0,
-                    step=0.01,
-                    tooltip="Bring the contrast back towards the unguided one; useful from 0 (off) to 1.",
-                ),
+                *(_guidance_input(field) for field in OPTION_FIELDS),
             ],
             outputs=[OptionsType.Output(display_name="options", tooltip="For the MAGI-2 Sampler.")],
         )
@@ -144,3 +88,13 @@ class Magi2SamplerOptions(io.ComfyNode):
     @classmethod
     def execute(cls, width: int, height: int, noise_device: str, **guidance: Any) -> Any:
         return io.NodeOutput(sampler_options(width, height, noise_device, **guidance))
+
+
+def _guidance_input(field: Field[Any]) -> Any:
+    common = {"default": field.default, "tooltip": HELP[field.name]}
+    if isinstance(field.default, bool):
+        return io.Boolean.Input(field.name, **common)
+    low, high = LIMITS[field.name]
+    if isinstance(field.default, int):
+        return io.Int.Input(field.name, min=low, max=high, **common)
+    return io.Float.Input(field.name, min=low, max=high, step=0.01, **common)

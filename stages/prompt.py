@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ..magi2_core.conditioning.markers import check_equal_sizes, marker
+from ..magi2_core.conditioning.markers import check_equal_sizes, figure_number, marker, picture_order
 from ..magi2_core.conditioning.prompt import check_text
 from ..magi2_core.errors import RequestError
 from ..magi2_core.events import Events
@@ -46,23 +44,30 @@ def condition_on_picture(conditioning: Conditioning, image: Tensor, *, events: E
     """Make the clip start from a picture: IMAGE [M, H, W, 1|3|4], any float type, values outside 0..1 clipped.
 
     More pictures, of a batch or of a conditioning that has some already, are references of the same size: they are
-    <Figure 1>, <Figure 2>, ... in the order in which they came. The prompt is encoded again, with the sentence about
-    the first frame, unless that was done for the same figures already. CheckpointError for a checkpoint that cannot
-    take pictures.
+    numbered as they come, <Figure 1>, <Figure 2>, ..., and put in the reference's order. The prompt is encoded again,
+    with the sentence about the first frame, unless that was done for the same figures already. CheckpointError for a
+    checkpoint that cannot take pictures.
     """
     check_pictures(conditioning["model"])
-    pictures = [*conditioning["pictures"], *pictures_from_image(image)]
-    if len(pictures) > MOST_PICTURES:
-        raise RequestError(f"{len(pictures)} pictures arrived; at most {MOST_PICTURES} can be used.")
-    sizes = [sizes_at_tiers(picture) for picture in pictures]
-    for name in sizes[0]:
-        check_equal_sizes({marker(figure): size[name] for figure, size in enumerate(sizes, 1) if name in size})
-    figures = list(range(1, len(pictures) + 1))
+    known = dict(zip(conditioning["figures"], conditioning["pictures"], strict=False))  # none yet with for_picture
+    known |= enumerate(pictures_from_image(image), len(known) + 1)
+    check_picture_count(len(known))
+    sizes = {marker(figure): sizes_at_tiers(picture) for figure, picture in sorted(known.items())}
+    for name in sizes[marker(1)]:
+        check_equal_sizes({key: size[name] for key, size in sizes.items() if name in size})
+    figures = [figure_number(key) for key in picture_order(sizes)]  # 30 §5: from ten on not that of the numbers
+    pictures = [known[figure] for figure in figures]
     if conditioning["figures"] == figures:
         return {**conditioning, "pictures": pictures}
     return _encode(
         conditioning["model"], conditioning["prompt"], conditioning["negative_prompt"], figures, pictures, events
     )
+
+
+def check_picture_count(count: int) -> None:
+    """RequestError for more pictures than a sequence should hold."""
+    if count > MOST_PICTURES:
+        raise RequestError(f"{count} pictures arrived; at most {MOST_PICTURES} can be used.")
 
 
 def pictures_from_image(image: Tensor) -> list[Tensor]:
@@ -91,10 +96,10 @@ def sizes_at_tiers(picture: Tensor) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def describe_pictures(pictures: Sequence[Tensor]) -> list[str]:
-    """A line for each picture that says what becomes of it at each resolution."""
+def describe_pictures(conditioning: Conditioning) -> list[str]:
+    """A line for each picture that says what becomes of it at each resolution, in the order of their numbers."""
     lines = []
-    for figure, picture in enumerate(pictures, 1):
+    for figure, picture in sorted(zip(conditioning["figures"], conditioning["pictures"], strict=True)):
         height, width = picture.shape[:2]
         shown = ", ".join(f"{w}x{h} at {name}" for name, (w, h) in sizes_at_tiers(picture).items())
         lines.append(f"{marker(figure)}: the picture of {width}x{height} is used as {shown}.")

@@ -7,10 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from magi2_native.headless.cli import devices, main, size
+from magi2_native.headless import run
+from magi2_native.headless.arguments import devices, size
+from magi2_native.headless.cli import main
 from magi2_native.magi2_core.errors import RequestError
+from magi2_native.magi2_core.sampling.guidance import HELP
 
 SMALL = ["--hidden-size", "192", "--layers", "2", "--experts", "6", "--expert-width", "16", "--text-width", "32",
          "--text-layers", "4", "--text-merges", "64", "--refiner-layers", "1", "--turbo-width", "4",
@@ -97,6 +101,7 @@ def test_wrong_usage_ends_with_2_and_names_the_choices(capsys: pytest.CaptureFix
         (["generate", "x", "--prompt", "a", "--output", "a.mp4", "--resolution", "720p"], "'272p', '540p', '1080p'"),
         (["generate", "x", "--prompt", "a", "--output", "a.mp4", "--output-size", "wide"], "write it as 1920x1080"),
         (["generate", "x", "--prompt", "a"], "--output"),
+        (["generate", "x", "--prompt", "a", "--output", "a.mp4", "--settings", "gone"], "there is no folder 'gone'"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
@@ -124,6 +129,33 @@ def test_an_empty_device_list_is_refused_by_the_plan(tiny: Path) -> None:
 
 def test_sizes_are_read_in_either_case() -> None:
     assert size("1920x1080") == size("1920X1080") == (1920, 1080)
+
+
+def test_help_explains_every_option_of_the_guidance_as_the_nodes_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, sentence in HELP.items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert sentence in shown
+
+
+def test_every_command_with_texts_of_the_user_takes_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[Any] = []
+
+    def run_workflow(workflow: Any, folders: Any, events: Any) -> list[Path]:
+        given.append(folders.user)
+        return []
+
+    monkeypatch.setattr(run, "run_workflow", run_workflow)
+    workflow = Path(run.__file__).parents[1] / "workflows" / "api" / "text_to_clip.json"
+    assert main(["run", str(workflow), "--models", str(tmp_path), "--settings", str(tmp_path)]) == 0
+    assert given == [tmp_path]
+    (tmp_path / "magi2_enhance.json").write_text("broken")
+    assert main(["enhance", "a boat", "--settings", str(tmp_path)]) == 1
+    assert "magi2_enhance.json is not a JSON object" in capsys.readouterr().err
 
 
 def test_help_describes_every_command() -> None:

@@ -108,6 +108,34 @@ def test_pictures_a_refined_portrait_and_another_output_size(
     assert {"encode_image", "refine"} <= lines[-1]["seconds"].keys()
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """The arguments of every engine call, by its name."""
+    made: dict[str, dict[str, Any]] = {}
+    run = LocalSession.run
+
+    def noting(self: LocalSession, call: str, arguments: dict[str, Any], events: Any) -> Any:
+        made[call] = arguments
+        return run(self, call, arguments, events)
+
+    monkeypatch.setattr(LocalSession, "run", noting)
+    return made
+
+
+def test_pictures_by_name_and_a_warning_for_one_that_the_prompt_does_not_mention(
+    generate: Callable[..., Lines], calls: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    for name, grey in (("a", 10), ("b", 200)):
+        Image.new("L", (64, 32), grey).save(tmp_path / f"{name}.png")
+    named = json.dumps({"<Figure 2>": str(tmp_path / "b.png"), "<Figure 1>": str(tmp_path / "a.png")})
+    (warning,) = generate("--image", named, "--steps", "1")[-1]["warnings"]
+    assert "does not mention <Figure 2>" in warning
+    assert calls["encode_text"]["figures"] == [1, 2]
+    assert [int(picture[0, 0, 0]) for picture in calls["encode_image"]["pictures"]] == [10, 200]
+    assert calls["sample"]["markers"][0].any()
+    assert not calls["sample"]["markers"][1].any()
+
+
 def test_an_over_long_prompt_is_cut_and_that_is_said_once(generate: Callable[..., Lines]) -> None:
     lines = generate("--steps", "1", prompt="boat " * 20_000)
     told = [line["text"] for line in lines if line["event"] == "log" and "tokens; only the first" in line["text"]]

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from magi2_native.headless import session
-from magi2_native.headless.cli import main, read_prompt
+from magi2_native.headless import generate, session
+from magi2_native.headless.arguments import name_pictures, read_prompt
+from magi2_native.headless.cli import main
 from magi2_native.magi2_core.codecs import media
+from magi2_native.magi2_core.conditioning.negative import default_negative_prompt
 from magi2_native.magi2_core.errors import RequestError
 from PIL import Image
 
@@ -53,6 +55,26 @@ def test_an_empty_prompt(refused: Refused) -> None:
 def test_a_prompt_that_no_encoding_has(refused: Refused) -> None:
     assert "half of a surrogate pair (U+D83D) at position 2" in refused(prompt="a \ud83d boat")
     assert "negative prompt holds a NUL character at position 1" in refused("--negative-prompt", "a\0b")
+
+
+def test_the_negative_prompt_is_the_given_one_the_users_file_or_the_packs(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+
+    def stop(request: Any, *_: Any) -> None:
+        used.append(request.negative_prompt)
+        raise RequestError("Far enough.")
+
+    monkeypatch.setattr(generate, "generate", stop)
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "negative_prompt.txt").write_text("no rain, \u65e0\u96e8\n", encoding="utf-8")
+    settings = ["--settings", str(tmp_path / "settings")]
+    for extra in ([], settings, [*settings, "--negative-prompt", "no snow"], [*settings, "--negative-prompt", ""]):
+        assert refused(*extra).endswith("Far enough.\n")
+    assert used == [default_negative_prompt(), "no rain, \u65e0\u96e8", "no snow", ""]
+    (tmp_path / "settings" / "negative_prompt.txt").write_bytes(b"\xff\xfe\xfa")
+    assert "negative_prompt.txt cannot be read as UTF-8" in refused(*settings)
 
 
 def test_a_prompt_that_is_given_twice_or_not_at_all(refused: Refused, tmp_path: Path) -> None:
@@ -118,6 +140,46 @@ def test_a_picture_that_cannot_be_used(refused: Refused, tmp_path: Path) -> None
     assert "cannot be read" in refused("--image", str(torn))
     assert "1000x10, too long and narrow" in refused("--image", str(long))
     assert "different sizes" in refused("--image", str(wide), "--image", str(tall))
+    named = json.dumps({"<Figure 7>": str(tall), "<Figure 4>": str(wide)})
+    assert "different sizes (<Figure 4> 896x448, <Figure 7> 448x896)" in refused("--image", named)
+    assert "17 pictures arrived; at most 16 can be used" in refused(*["--image", str(wide)] * 17)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pictures"),
+    [
+        ([], {}),
+        ([" "], {}),
+        (["a.png"], {1: "a.png"}),
+        (["b.png", "a.png", "./{c}"], {1: "b.png", 2: "a.png", 3: "{c}"}),
+        ([' {"<Figure 2>": "b.png", "<Figure 1>": "a.png"}'], {1: "a.png", 2: "b.png"}),
+        (["{}"], {}),
+    ],
+)
+def test_pictures_are_numbered_or_named(arguments: list[str], pictures: dict[int, str]) -> None:
+    assert list(name_pictures(arguments).items()) == [(figure, Path(name)) for figure, name in pictures.items()]
+
+
+@pytest.mark.parametrize("as_map", [True, False], ids=["a map", "one after the other"])
+def test_ten_pictures_come_in_the_references_order_or_by_number(as_map: bool) -> None:
+    paths = [f"{figure}.png" for figure in range(1, 12)]
+    arguments = [json.dumps({f"<Figure {i}>": path for i, path in enumerate(paths, 1)})] if as_map else paths
+    assert list(name_pictures(arguments)) == [10, 11, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert list(name_pictures(arguments, numeric=True)) == list(range(1, 12))
+    assert all(path == Path(f"{figure}.png") for figure, path in name_pictures(arguments).items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (['{"<Figure 1>": "a.png"'], "not valid JSON"),
+        (['{"first": "a.png", "second": "b.png"}'], "Two pictures are <Figure 1>; name them <Figure 1>, <Figure 2>"),
+        (["a.png", '{"<Figure 2>": "b.png"}'], "give it as the only --image"),
+    ],
+)
+def test_pictures_without_clear_numbers(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        name_pictures(arguments)
 
 
 def test_an_output_that_cannot_be_written(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,10 +181,12 @@ def test_a_marker_that_is_cut_off_gets_a_zero_vector_and_a_warning(encoder: Coun
     assert any("<Figure 1> lies in the part of the prompt that is cut off" in w for w in text.warnings)
 
 
-def test_insertion_can_be_left_to_the_user(encoder: Counting) -> None:
-    text = encode_text(encoder, "Start on <Figure 1>.", "", [1], Silent(), insert=False)
-    assert text.prompt == "Start on <Figure 1>."
-    assert text.markers_MD.any()
+def test_pictures_without_a_first_one_leave_the_first_frame_without_picture(encoder: Counting) -> None:
+    text = encode_text(encoder, "<Figure 2> and <Figure 3>.", "", [2, 3], Silent())
+    assert text.markers_MD.any(1).all()
+    assert text.warnings == (
+        "No picture is <Figure 1>, to which the first frame refers; number the pictures from 1.",
+    )
 
 
 def test_the_first_mention_is_pooled_even_before_the_inserted_sentence() -> None:
@@ -214,14 +216,10 @@ def test_ten_pictures_come_in_string_order_or_by_number() -> None:
     assert picture_order(keys, numeric=True) == ["<Figure 1>", "<Figure 2>", "<Figure 10>"]
 
 
-def test_a_loaded_picture_is_picture_one() -> None:
-    picture = object()
-    assert parse_pictures(picture) == {"<Figure 1>": picture}
-
-
-def test_a_broken_picture_map_gets_a_sentence() -> None:
+@pytest.mark.parametrize("argument", ['{"<Figure 1>": ', "{first.png}", '{"a": ' * 100_000])
+def test_a_broken_picture_map_gets_a_sentence(argument: str) -> None:
     with pytest.raises(RequestError, match=r'write it like \{"<Figure 1>": "first.png"'):
-        parse_pictures('{"<Figure 1>": ')
+        parse_pictures(argument)
 
 
 def test_pictures_of_different_sizes_get_a_sentence() -> None:

@@ -40,14 +40,13 @@ def encode_text(
     events: Events,
     *,
     cache: FeatureCache | None = None,
-    insert: bool = True,
 ) -> TextConditioning:
     """Encode a prompt and its negative, and pool the vectors of its pictures (30 §1).
 
     `figures` are the picture numbers in processing order (`markers.picture_order`), empty for text alone. An empty
     negative prompt means no text tokens in that branch. Raises RequestError for a prompt that cannot be encoded.
     """
-    positive = prepare_prompt(prompt, encoder.tokenizer, figures, insert=insert)
+    positive = prepare_prompt(prompt, encoder.tokenizer, figures)
     null = prepare_negative(negative, encoder.tokenizer)
     warnings = positive.warnings + null.warnings
     for warning in warnings:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,24 +35,20 @@ def insert_marker(prompt: str) -> str:
     return f"{prompt}reference_layer:{REFERENCE_SENTENCE}"
 
 
-def parse_pictures(argument: Any) -> dict[str, Any]:
-    """Turn an image argument into a map from marker to picture, in source order (30 §5).
+def parse_pictures(argument: str | None) -> dict[str, str]:
+    """Turn an image argument into a map from marker to path, in source order (30 §5).
 
-    None or a blank string is no picture; a string that starts with `{` is a JSON object from marker to path; another
-    string is the path of picture 1; anything else is picture 1, already loaded. RequestError for broken JSON.
+    None or a blank text is no picture; a text that starts with `{` is a JSON object from marker to path; another one is
+    the path of picture 1. RequestError for broken JSON.
     """
-    if argument is None:
-        return {}
-    if not isinstance(argument, str):
-        return {marker(1): argument}
-    text = argument.strip()
+    text = (argument or "").strip()
     if not text:
         return {}
     if not text.startswith("{"):
         return {marker(1): text}
     try:
         return {key: str(path) for key, path in json.loads(text).items()}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(
             f"The list of pictures is not valid JSON ({error}); write it like"
             ' {"<Figure 1>": "first.png", "<Figure 2>": "second.png"}.'

@@ -34,21 +34,21 @@ def check_text(text: str, what: str = "prompt") -> None:
         )
 
 
-def prepare_prompt(
-    prompt: str, tokenizer: PromptTokenizer, figures: Sequence[int] = (), *, insert: bool = True
-) -> PreparedPrompt:
+def prepare_prompt(prompt: str, tokenizer: PromptTokenizer, figures: Sequence[int] = ()) -> PreparedPrompt:
     """Take a prompt to its tokens (30 §1, steps 2 to 4); this is the text that the encoder really sees.
 
-    `figures` are the numbers of the pictures, none for text alone. With pictures the first-frame sentence is inserted
-    unless `insert` is off; a picture that the prompt does not name is warned about. RequestError for an unusable text.
+    `figures` are the numbers of the pictures, none for text alone. With pictures the first-frame sentence is inserted,
+    and a picture that the prompt does not name is warned about. RequestError for an unusable text.
     """
     check_text(prompt)
-    text = normalise(insert_marker(prompt) if figures and insert else prompt)
+    text = normalise(insert_marker(prompt) if figures else prompt)
     check_text(text, "prompt, after reading it as JSON,")
     tokens = tokenizer(text)
     if not tokens.ids:
         raise RequestError(_why_empty(prompt))
     warnings = _truncation(tokens, "prompt") + [w for figure in figures if (w := _unlinked(text, tokens, figure))]
+    if figures and 1 not in figures:
+        warnings.append(f"No picture is {marker(1)}, to which the first frame refers; number the pictures from 1.")
     return PreparedPrompt(text, tokens, tuple(warnings))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,38 +12,51 @@ from torch import Tensor
 from ..errors import RequestError
 
 
+def _option(default: Any, text: str) -> Any:
+    """A field with the sentence that describes it to users, in nodes and on the command line."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class GuidanceSettings:
     """Every option of the guidance, under the reference's names; the defaults are the shipped ones (20 §5.1).
 
-    use_negative_prompt: the unconditional branch reads the encoded negative prompt; off, it has no text at all.
-    use_ref_for_uncond: the unconditional branch sees the reference picture; off, it sees zeros in its place.
-    use_cfg_trick: the first `cfg_trick_start_frame` latent frames get at most `cfg_trick_value` (video only).
-    use_dynamic_cfg: below timestep `dynamic_cfg_start_t` no frame gets more than the cutoff (video only).
-    use_skimmed_cfg_linear: see `skim`. cfg_rescale: see `rescale`; 0 is off.
-
     Raises RequestError for values that cannot be used.
     """
 
-    video_txt_guidance_scale: float = 5.0
-    audio_txt_guidance_scale: float = 7.0
-    use_negative_prompt: bool = True
-    use_ref_for_uncond: bool = True
-    use_cfg_trick: bool = False
-    cfg_trick_start_frame: int = 13
-    cfg_trick_value: float = 2.0
-    use_dynamic_cfg: bool = False
-    dynamic_cfg_start_t: int = 500
-    dynamic_cfg_cutoff_value: float = 2.0
-    use_skimmed_cfg_linear: bool = False
-    skimmed_cfg_scale: float = 3.0
-    cfg_rescale: float = 0.0
+    video_txt_guidance_scale: float = _option(
+        5.0, "How strongly the picture follows the prompt, away from the negative prompt."
+    )
+    audio_txt_guidance_scale: float = _option(
+        7.0, "How strongly the sound follows the prompt, away from the negative prompt."
+    )
+    use_negative_prompt: bool = _option(
+        True, "Show the negative prompt to the unconditional branch. Off: it has no text at all."
+    )
+    use_ref_for_uncond: bool = _option(
+        True, "Show the picture to the unconditional branch too. Off: it sees zeros there."
+    )
+    use_cfg_trick: bool = _option(False, "Give the first latent frames a lower video guidance.")
+    cfg_trick_start_frame: int = _option(
+        13, "How many latent frames, counted from the first, get the lower guidance (a clip has 32)."
+    )
+    cfg_trick_value: float = _option(2.0, "The guidance of those frames; it can only lower the video guidance.")
+    use_dynamic_cfg: bool = _option(False, "Limit the video guidance in the later steps.")
+    dynamic_cfg_start_t: int = _option(
+        500, "Timestep below which the limit holds (1000 is pure noise, 0 the finished clip)."
+    )
+    dynamic_cfg_cutoff_value: float = _option(2.0, "The limit: no frame gets more video guidance below that timestep.")
+    use_skimmed_cfg_linear: bool = _option(
+        False, "Tame the guidance where it would overshoot (skimmed guidance), for video and sound."
+    )
+    skimmed_cfg_scale: float = _option(3.0, "The guidance that remains where it would overshoot.")
+    cfg_rescale: float = _option(0.0, "Bring the contrast back towards the unguided one; useful from 0 (off) to 1.")
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for option in fields(self):
+            value = getattr(self, option.name)
             if not isinstance(value, bool) and not math.isfinite(value):
-                raise RequestError(f"{field.name} is {value}; it must be a finite number.")
+                raise RequestError(f"{option.name} is {value}; it must be a finite number.")
         for name in ("cfg_trick_start_frame", "skimmed_cfg_scale", "cfg_rescale"):
             if getattr(self, name) < 0:
                 raise RequestError(f"{name} is {getattr(self, name)}; it must not be negative.")
@@ -50,6 +64,9 @@ class GuidanceSettings:
             raise RequestError(f"cfg_trick_start_frame is {self.cfg_trick_start_frame}; it must be a whole number.")
         if not 0 <= self.dynamic_cfg_start_t <= 1000:
             raise RequestError(f"dynamic_cfg_start_t is {self.dynamic_cfg_start_t}; it must be a timestep, 0 to 1000.")
+
+
+HELP: dict[str, str] = {option.name: option.metadata["help"] for option in fields(GuidanceSettings)}
 
 
 def frame_scale(settings: GuidanceSettings, frames: int, device: torch.device) -> Tensor:
