@@ -17,20 +17,53 @@ from .rope import rotate
 from .weights import Tensors, Weight
 
 
-class Attention(nn.Module):
+class Projections(nn.Module):
+    """What the attention branches of both transformers share: their weights, and the way to queries, keys and values.
+
+    Weights of this rank's heads only, under tensor parallelism.
+    """
+
+    def __init__(self, head_dim: int, tensors: Tensors) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.pre_norm = Weight(tensors.at("pre_norm"))
+        self.linear_qkv = Weight(tensors.at("linear_qkv"))
+        self.linear_g = Weight(tensors.at("linear_g"))
+        self.linear_proj = Weight(tensors.at("linear_proj"))
+        self.q_norm = Weight(tensors.at("q_norm"))
+        self.k_norm = Weight(tensors.at("k_norm"))
+
+    def project(self, x_SD: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q [S, H, d], k and v [S, Hk, d], views of one buffer, q and k normed and rotated; gate logits [S, H].
+
+        All in the weights' dtype, whatever that of the branch's input [S, D] is.
+        """
+        dtype, heads = self.linear_qkv.weight.dtype, self.linear_g.of(0).shape[0]
+        all_heads = self.linear_qkv.of(0).shape[0] // self.head_dim
+        counts = [heads, *[(all_heads - heads) // 2] * 2]
+        qkv_SHd = x_SD.new_empty(x_SD.shape[0], all_heads, self.head_dim, dtype=dtype)
+        gate_SH = x_SD.new_empty(x_SD.shape[0], heads, dtype=dtype)
+        q_SHd, k_SHd, v_SHd = qkv_SHd.split(counts, dim=1)
+        for piece in prepared.pieces(self.linear_qkv.blocks):
+            modality, rows = piece.modality, piece.rows
+            x_RD = rms_norm(x_SD[rows], self.pre_norm.of(modality), dtype)
+            gate_SH[rows] = F.linear(x_RD, self.linear_g.of(modality))
+            qkv_RHd = F.linear(x_RD, self.linear_qkv.of(modality)).unflatten(1, (-1, self.head_dim))
+            q_RHd, k_RHd, v_SHd[rows] = qkv_RHd.split(counts, dim=1)
+            # 10 §14.7, 50 §3.3: fp32 through norm and rotation, rounded here for the first time.
+            rope_RR = prepared.rope_SR[rows]
+            q_SHd[rows] = rotate(rms_norm(q_RHd, self.q_norm.of(modality), torch.float32), rope_RR)
+            k_SHd[rows] = rotate(rms_norm(k_RHd, self.k_norm.of(modality), torch.float32), rope_RR)
+        return q_SHd, k_SHd, v_SHd, gate_SH
+
+
+class Attention(Projections):
     """One layer's attention branch, with this rank's shapes."""
 
     def __init__(self, config: PreviewConfig, tensors: Tensors) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
+        super().__init__(config.head_dim, tensors)
         self.softcap = config.attn_softcap
         self.sinks = tensors["sinks"]
-        self.pre_norm = Weight(tensors.at("pre_norm"))
-        self.q_norm = Weight(tensors.at("q_norm"))
-        self.k_norm = Weight(tensors.at("k_norm"))
-        self.linear_g = Weight(tensors.at("linear_g"))
-        self.linear_qkv = Weight(tensors.at("linear_qkv"))
-        self.linear_proj = Weight(tensors.at("linear_proj"))
 
     def forward(self, u_SD: Tensor, prepared: Prepared) -> Tensor:
         """Branch input [S, D] -> branch output [S, D], in the compute dtype; exchanges tokens with other ranks."""
@@ -49,26 +82,6 @@ class Attention(nn.Module):
             gated_RHd = head_gate_(o_SHd[piece.rows], gate_SH[piece.rows])
             out_SD[piece.rows] = F.linear(gated_RHd.flatten(1), self.linear_proj.of(piece.modality))
         return all_reduce_sum(out_SD, prepared.parallel.tp_group)
-
-    def project(self, u_SD: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q [S, H, d], k and v [S, Hk, d], views of one buffer, q and k normed and rotated; gate logits [S, H]."""
-        heads = self.sinks.shape[1]
-        width = self.linear_qkv.of(0).shape[0]
-        qkv_SHd = u_SD.new_empty(u_SD.shape[0], width // self.head_dim, self.head_dim)
-        gate_SH = u_SD.new_empty(u_SD.shape[0], heads)
-        kv_heads = (qkv_SHd.shape[1] - heads) // 2
-        q_SHd, k_SHd, v_SHd = qkv_SHd.split([heads, kv_heads, kv_heads], dim=1)
-        for piece in prepared.pieces(self.linear_qkv.blocks):
-            modality, rows = piece.modality, piece.rows
-            x_RD = rms_norm(u_SD[rows], self.pre_norm.of(modality))
-            gate_SH[rows] = F.linear(x_RD, self.linear_g.of(modality))
-            qkv_RHd = F.linear(x_RD, self.linear_qkv.of(modality)).unflatten(1, (-1, self.head_dim))
-            q_RHd, k_RHd, v_SHd[rows] = qkv_RHd.split([heads, kv_heads, kv_heads], dim=1)
-            # 10 §14.7: fp32 through norm and rotation, rounded here for the first time.
-            rope_RR = prepared.rope_SR[rows]
-            q_SHd[rows] = rotate(rms_norm(q_RHd, self.q_norm.of(modality), dtype=torch.float32), rope_RR)
-            k_SHd[rows] = rotate(rms_norm(k_RHd, self.k_norm.of(modality), dtype=torch.float32), rope_RR)
-        return q_SHd, k_SHd, v_SHd, gate_SH
 
 
 def attend(

@@ -7,6 +7,7 @@ width. In the routed experts R counts routes, in weights M may count modality bl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -78,10 +79,9 @@ class Layer(nn.Module):
 class Block(nn.Module):
     """The layers, under the name that checkpoints give them."""
 
-    def __init__(self, config: PreviewConfig, tensors: Tensors) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        layers = tensors.at("layers")
-        self.layers = nn.ModuleList(Layer(config, i, layers.at(str(i))) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
 
 
 class PreviewTransformer(nn.Module):
@@ -109,7 +109,8 @@ class PreviewTransformer(nn.Module):
         share: RankShare = self.parallel.share(config.moe.num_heads, config.moe.num_experts)
         tensors = Tensors(preview_tensors(self.config), share)
         self.pre_adapter = PreAdapter(tensors.at("pre_adapter"))
-        self.block = Block(self.config, tensors.at("block"))
+        layers = tensors.at("block").at("layers")
+        self.block = Block(Layer(self.config, i, layers.at(str(i))) for i in range(config.num_layers))
         self.post_adapter = PostAdapter(self.config, tensors.at("post_adapter"))
 
     def prepare(self, layout: PackedLayout, device: torch.device | str) -> Prepared:

@@ -9,27 +9,15 @@ from torch import Tensor, nn
 from ...distributed.exchange import scatter_qkv, scatter_tokens_gather_heads
 from ..config import RefinerConfig
 from ..dit.activation import swiglu7
-from ..dit.attention import head_gate_
+from ..dit.attention import Projections, head_gate_
 from ..dit.norm import rms_norm
-from ..dit.rope import rotate
 from ..dit.weights import Tensors, Weight
 from .prepare import RefinerPrepared
 from .window_attention import window_attention_
 
 
-class Attention(nn.Module):
+class Attention(Projections):
     """The attention branch. Weights are whole on every rank; heads divide over the ranks only for the attention."""
-
-    def __init__(self, config: RefinerConfig, tensors: Tensors) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.dtype = config.params_dtype
-        self.pre_norm = Weight(tensors.at("pre_norm"))
-        self.linear_qkv = Weight(tensors.at("linear_qkv"))
-        self.linear_g = Weight(tensors.at("linear_g"))
-        self.linear_proj = Weight(tensors.at("linear_proj"))
-        self.q_norm = Weight(tensors.at("q_norm"))
-        self.k_norm = Weight(tensors.at("k_norm"))
 
     def forward(self, x_SD: Tensor, prepared: RefinerPrepared) -> Tensor:
         """Residual [S, D] -> branch output [S, D] in the weights' dtype, whatever the residual's (50 §13)."""
@@ -43,28 +31,10 @@ class Attention(nn.Module):
         del o_THd
         out_SD = o_SHd.flatten(1)  # heads times width is the hidden size, so the result can replace its input
         for piece in prepared.pieces(self.linear_proj.blocks):
-            # 50 §3.3: the product with the gate is fp32, rounded once
-            gated_RHd = head_gate_(o_SHd[piece.rows], gate_SH[piece.rows])
+            # 50 §3.3: the gate and its product are fp32, rounded once
+            gated_RHd = head_gate_(o_SHd[piece.rows], gate_SH[piece.rows].float())
             out_SD[piece.rows] = F.linear(gated_RHd.flatten(1), self.linear_proj.of(piece.modality))
         return out_SD
-
-    def project(self, x_SD: Tensor, prepared: RefinerPrepared) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q [S, H, d], k and v [S, Hk, d], views of one buffer, q and k normed and rotated; gate logits [S, H] fp32."""
-        counts = [self.heads, self.kv_heads, self.kv_heads]
-        qkv_SHd = x_SD.new_empty(x_SD.shape[0], sum(counts), self.head_dim, dtype=self.dtype)
-        gate_SH = x_SD.new_empty(x_SD.shape[0], self.heads, dtype=torch.float32)
-        q_SHd, k_SHd, v_SHd = qkv_SHd.split(counts, dim=1)
-        for piece in prepared.pieces(self.linear_qkv.blocks):
-            modality, rows = piece.modality, piece.rows
-            h_RD = rms_norm(x_SD[rows], self.pre_norm.of(modality), dtype=self.dtype)
-            gate_SH[rows] = F.linear(h_RD, self.linear_g.of(modality)).float()
-            qkv_RHd = F.linear(h_RD, self.linear_qkv.of(modality)).unflatten(1, (-1, self.head_dim))
-            q_RHd, k_RHd, v_SHd[rows] = qkv_RHd.split(counts, dim=1)
-            # 50 §3.3: fp32 through norm and rotation, rounded here for the first time
-            rope_RR = prepared.rope_SR[rows]
-            q_SHd[rows] = rotate(rms_norm(q_RHd, self.q_norm.of(modality), dtype=torch.float32), rope_RR)
-            k_SHd[rows] = rotate(rms_norm(k_RHd, self.k_norm.of(modality), dtype=torch.float32), rope_RR)
-        return q_SHd, k_SHd, v_SHd, gate_SH
 
 
 class Mlp(nn.Module):
@@ -90,7 +60,7 @@ class Layer(nn.Module):
     def __init__(self, config: RefinerConfig, tensors: Tensors, residual: torch.dtype) -> None:
         super().__init__()
         self.residual = residual
-        self.attention = Attention(config, tensors.at("attention"))
+        self.attention = Attention(config.head_dim, tensors.at("attention"))
         self.mlp = Mlp(config, tensors.at("mlp"))
 
     def forward(self, x_SD: Tensor, prepared: RefinerPrepared) -> Tensor:

@@ -60,7 +60,7 @@ def refiner_memory(
         "rotary tables and orders": 2 * (rows * 6 * (d // 8) * FP32 + blocks.video * 8),
         "residual": rows * hidden * residual.itemsize,
         "queries, keys, values": rows * (heads + 2 * config.kv_heads) * d * compute,
-        "gates": rows * heads * FP32,
+        "gates": rows * heads * compute,
         "sent and received": 2 * sent if ranks > 1 else 0,
         "attention's results": 3 * rows * hidden * compute if ranks > 1 else 0,
         "gathered keys": _gathered(config, blocks, ranks, device_type),

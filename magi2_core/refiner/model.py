@@ -12,6 +12,7 @@ from ...distributed.layout import BankShare, ParallelLayout, RankShare
 from ..config import RefinerConfig
 from ..dit.adapters import PostAdapter, PreAdapter
 from ..dit.inputs import PackedTokens
+from ..dit.model import Block
 from ..dit.weights import Tensors
 from ..errors import RequestError
 from ..events import SILENT, Events
@@ -22,15 +23,6 @@ from .parameters import refiner_tensors
 from .prepare import RefinerPrepared, prepare_refiner
 
 RELEASED_WINDOW = WindowSettings()
-
-
-class Block(nn.Module):
-    """The layers, under the name that checkpoints give them."""
-
-    def __init__(self, config: RefinerConfig, tensors: Tensors, residual: torch.dtype) -> None:
-        super().__init__()
-        layers = tensors.at("layers")
-        self.layers = nn.ModuleList(Layer(config, layers.at(str(i)), residual) for i in range(config.num_layers))
 
 
 class RefinerTransformer(nn.Module):
@@ -61,7 +53,8 @@ class RefinerTransformer(nn.Module):
         self.parallel = parallel or ParallelContext.single()
         tensors = Tensors(refiner_tensors(self.config), _EVERYTHING)
         self.pre_adapter = PreAdapter(tensors.at("pre_adapter"))
-        self.block = Block(self.config, tensors.at("block"), residual)
+        layers = tensors.at("block").at("layers")
+        self.block = Block(Layer(self.config, layers.at(str(i)), residual) for i in range(config.num_layers))
         self.post_adapter = PostAdapter(self.config, tensors.at("post_adapter"))
 
     def prepare(
