@@ -298,6 +298,17 @@ def caption_problems(task: Task, caption: Any) -> list[str]:
     return []
 
 
+def blank(part: type[BaseModel]) -> dict[str, Any]:
+    """A caption, or a part of one, with all its fields and nothing in them."""
+    return {name: _nothing(field.annotation) for name, field in part.model_fields.items()}
+
+
+def _nothing(annotation: Any) -> Any:
+    if annotation in _JSON_TYPES:
+        return annotation()
+    return blank(annotation) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
 def _object_schema(part: type[BaseModel]) -> dict[str, Any]:
     properties = {name: _schema(field.annotation) for name, field in part.model_fields.items()}
     return {
