@@ -8,10 +8,11 @@ import torch
 from magi2_native.distributed.exchange import ParallelContext, gather_tokens
 from magi2_native.distributed.layout import ParallelLayout, TokenSplit
 from magi2_native.magi2_core.config import MoeConfig, PreviewConfig
-from magi2_native.magi2_core.dit import prepare as prepare_module
+from magi2_native.magi2_core.dit import runs
 from magi2_native.magi2_core.dit.inputs import PackedTokens
 from magi2_native.magi2_core.dit.memory import BranchRows, preview_memory
 from magi2_native.magi2_core.dit.model import PreviewTransformer
+from magi2_native.magi2_core.dit.prepare import prepare
 from magi2_native.magi2_core.events import Silent
 from magi2_native.magi2_core.kernels import attention as attention_kernels
 from magi2_native.magi2_core.kernels import experts as expert_kernels
@@ -118,7 +119,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(prepare_module, "_PIECE_BYTES", {})
+    monkeypatch.setattr(runs, "_PIECE_BYTES", {})
     monkeypatch.setattr(expert_kernels, "_ACTIVATION", {})
     monkeypatch.setattr(expert_kernels, "runs_on_device", lambda *_: True)
     monkeypatch.setattr(attention_kernels, "_choose", lambda q, softcap: flash)
@@ -137,7 +138,7 @@ def test_the_prediction_for_a_gpu_is_within_five_percent_of_a_forward_at_full_si
         dist.init_process_group("fake", rank=0, world_size=parallel.world, store=FakeStore())
     context = ParallelContext.create(parallel, 0)
     packed = pack_layout(grid, audio, [BranchShape(500), BranchShape(330)])
-    prepared = prepare_module.prepare(RELEASED, packed, context, torch.ones(16), "cpu")
+    prepared = prepare(RELEASED, packed, context, torch.ones(16), "cpu")
     rope_shape = prepared.rope_SR.shape
     with FakeTensorMode(), StoragePeak() as storage, torch.inference_mode():
         model = PreviewTransformer(RELEASED, context)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from magi2_native.distributed.exchange import ParallelContext
 from magi2_native.distributed.layout import ParallelLayout
-from magi2_native.magi2_core.dit import prepare as prepare_module
 from magi2_native.magi2_core.dit.inputs import Modality, PackedLayout, PackedTokens
 from magi2_native.magi2_core.dit.prepare import prepare
 from magi2_native.magi2_core.dit.rope import rotary_bands
@@ -298,6 +297,6 @@ def test_pieces_are_small_on_a_cpu_and_large_on_a_gpu() -> None:
     wide = replace(CONFIG, hidden_size=3072)
     assert small_prepared().plain_pieces == (Run(0, 0, 21),)
     cpu = prepare(wide, small_layout(), ParallelContext.single(), rotary_bands(8), "cpu")
-    assert cpu.piece_rows == prepare_module._SMALLEST_PIECE
+    assert cpu.piece_rows == 256
     gpu = prepare(wide, small_layout(), ParallelContext.single(), rotary_bands(8), "meta")
     assert gpu.piece_rows == (512 << 20) // (4 * 12288)

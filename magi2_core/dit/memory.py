@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from ...distributed.layout import BankShare, ParallelLayout, RankShare, TokenSplit
 from ..checkpoint.shard import local_bytes
-from ..config import PreviewConfig
+from ..config import PreviewConfig, TransformerConfig
 from ..kernels.attention import explicit_rows
 from ..kernels.experts import activated_rows, runs_on_device
 from .moe import tokens_at_once
 from .parameters import preview_tensors
-from .prepare import piece_rows
+from .runs import piece_rows
 
-FP32 = 4
+FLOAT = 4  # bytes of an fp32 element
 INT64 = 8
 # Latents alive during a forward: the noise, the present sample, the corrected one, three predictions of the solver, and
 # both branches' velocities of the step before.
@@ -37,7 +37,7 @@ class BranchRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PreviewMemory:
+class ForwardMemory:
     """Bytes on one rank. tensors: the large ones, by name. phases: for each phase of a forward, everything alive in it;
     the largest one counts."""
 
@@ -54,6 +54,21 @@ class PreviewMemory:
         return self.peak - self.tensors["weights"]
 
 
+def projected_bytes(config: TransformerConfig, heads: int, kv_heads: int) -> int:
+    """For each row of a projection: normed input, products, and the fp32 queries before, while and after they are
+    rotated."""
+    compute, d = config.params_dtype.itemsize, config.head_dim
+    return (config.hidden_size + (heads + 2 * kv_heads) * d) * compute + (2 * d + 6 * (d // 8)) * heads * FLOAT
+
+
+def gated_bytes(config: TransformerConfig, width: int) -> int:
+    """For each row of a gated MLP: normed input, gate and up of `width`, and what their activation holds: two fp32
+    tensors, and a clamped half where that is another."""
+    compute = config.params_dtype.itemsize
+    activated = 2 * FLOAT + (compute if compute < FLOAT else 0)
+    return config.hidden_size * compute + width * (2 * compute + activated)
+
+
 def preview_memory(
     config: PreviewConfig,
     branches: Sequence[BranchRows],
@@ -61,7 +76,7 @@ def preview_memory(
     rank: int = 0,
     *,
     device_type: str = "cuda",
-) -> PreviewMemory:
+) -> ForwardMemory:
     """Memory of `rank` while it samples a clip with these guidance branches.
 
     `config.params_dtype` is the compute dtype. Tensors are counted, not what the allocator, the collectives' library
@@ -69,7 +84,7 @@ def preview_memory(
     """
     part = _Part(config, tuple(branches), layout, rank, device_type)
     tensors = _tensors(part)
-    return PreviewMemory(tensors, _phases(part, tensors))
+    return ForwardMemory(tensors, _phases(part, tensors))
 
 
 @dataclass(frozen=True)
@@ -104,7 +119,7 @@ class _Part:
 
     @property
     def piece(self) -> int:
-        return min(piece_rows(self.config, self.device_type), self.rows)
+        return min(piece_rows(self.config.stream_width, self.device_type), self.rows)
 
     @property
     def compute(self) -> int:
@@ -113,17 +128,12 @@ class _Part:
     @property
     def converted(self) -> int:
         """Bytes of an element's fp32 copy, which fp32 rows do not need."""
-        return FP32 if self.compute < FP32 else 0
+        return FLOAT if self.compute < FLOAT else 0
 
     @property
     def normed(self) -> int:
         """Bytes that a norm holds for each element: the fp32 copy and the result."""
-        return self.converted + FP32
-
-    @property
-    def activated(self) -> int:
-        """Bytes that SwiGLU7 holds for each element of its result: two fp32 tensors and a clamped half."""
-        return 2 * FP32 + (self.compute if self.compute < FP32 else 0)
+        return self.converted + FLOAT
 
     @property
     def heads(self) -> int:
@@ -173,8 +183,8 @@ def _tensors(part: _Part) -> dict[str, int]:
     return {
         "weights": local_bytes(preview_tensors(config), part.share),
         "features": _features(part),
-        "latents": _LATENTS * FP32 * _clip(part),
-        "rotary table": rows * 6 * (d // 8) * FP32,
+        "latents": _LATENTS * FLOAT * _clip(part),
+        "rotary table": rows * 6 * (d // 8) * FLOAT,
         "streams": rows * config.stream_width * compute,
         "stream coefficients": rows * gates * compute,
         "branch input": rows * config.hidden_size * compute,
@@ -183,14 +193,14 @@ def _tensors(part: _Part) -> dict[str, int]:
         "head gates": rows * part.heads * compute,
         "sent queries, keys, values": sent if ranks > 1 else 0,
         "received queries, keys, values": tokens * part.sent_heads // ranks * d * compute if ranks > 1 else 0,
-        "attention's result": tokens * part.heads // ranks * (d * compute + FP32),
+        "attention's result": tokens * part.heads // ranks * (d * compute + FLOAT),
         "attention's copies": _attention_copies(part),
         "all MoE heads": rows * config.moe_width // part.layout.tp * compute,
         "sent MoE heads": rows * part.touched_heads * head if part.exchanges_heads else 0,
         "own MoE heads": tokens * part.share.banks.heads * head if part.exchanges_heads else 0,
-        "sums of divided heads": rows * 2 * config.moe_head_dim * FP32 if part.divides_heads else 0,
+        "sums of divided heads": rows * 2 * config.moe_head_dim * FLOAT if part.divides_heads else 0,
         "experts": _experts(part),
-        "output": rows * config.out_channels * FP32,
+        "output": rows * config.out_channels * FLOAT,
     }
 
 
@@ -201,7 +211,7 @@ def _phases(part: _Part, tensors: dict[str, int]) -> dict[str, int]:
         return sum(tensors[name] for name in names)
 
     config, compute, R, D = part.config, part.compute, part.piece, part.config.hidden_size
-    logits = tensors["stream coefficients"] // compute * FP32
+    logits = tensors["stream coefficients"] // compute * FLOAT
     lasting = held("weights", "features", "latents", "rotary table", "streams")
     inside = lasting + held("stream coefficients", "branch input")
     attending = inside + tensors["head gates"]
@@ -212,20 +222,22 @@ def _phases(part: _Part, tensors: dict[str, int]) -> dict[str, int]:
     dense = 2 * config.dense_width // part.layout.tp
     widest = max(config.moe.shared_expert_intermediate_size, config.moe.modality_specific_expert_intermediate_size)
     streams = R * config.stream_width
+    projected = projected_bytes(config, part.heads, part.kv_heads)
+    unrouted = max(gated_bytes(config, widest // part.layout.tp), D * (part.normed + compute))
     return {
         "stream coefficients": lasting + logits + streams * part.normed,
-        "branch input": inside + logits + R * D * (FP32 + part.converted),
-        "attention projection": attending + tensors["queries, keys, values"] + R * _projected(part),
+        "branch input": inside + logits + R * D * (FLOAT + part.converted),
+        "attention projection": attending + tensors["queries, keys, values"] + R * projected,
         "exchange": attending + tensors["queries, keys, values"] + exchanged,
         "attention": attending + gathered + result + tensors["attention's copies"],
         "attention output": attending + result * (3 if part.split.ranks > 1 else 1) + tensors["branch output"],
-        "dense MLP": inside + tensors["branch output"] + R * _gated(part, dense // 2),
-        "unrouted experts": routing + R * max(_gated(part, widest // part.layout.tp), D * (part.normed + compute)),
+        "dense MLP": inside + tensors["branch output"] + R * gated_bytes(config, dense // 2),
+        "unrouted experts": routing + R * unrouted,
         "dispatch": routing + held("sent MoE heads", "own MoE heads"),
         "experts": routing + held("own MoE heads", "experts"),
         "combine": routing + held("own MoE heads", "sent MoE heads", "all MoE heads", "sums of divided heads"),
         "stream update": lasting + held("stream coefficients", "branch output")
-        + streams * (FP32 + part.converted) + R * D * part.converted,
+        + streams * (FLOAT + part.converted) + R * D * part.converted,
         "output": lasting + tensors["output"] + streams * part.normed,
     }  # fmt: skip
 
@@ -235,8 +247,8 @@ def _features(part: _Part) -> int:
     config, tokens = part.config, part.split.total
     video, audio, text = (sum(counts) for counts in zip(*part.branches, strict=True))
     width = video * config.video_in_channels + audio * config.audio_in_channels + text * config.text_in_channels
-    layout = tokens * 10 * FP32 if part.device_type == "cpu" else 0  # coordinates and modalities are the host's
-    return (width + tokens * _TIME_WIDTH) * FP32 + tokens + layout
+    layout = tokens * 10 * FLOAT if part.device_type == "cpu" else 0  # coordinates and modalities are the host's
+    return (width + tokens * _TIME_WIDTH) * FLOAT + tokens + layout
 
 
 def _clip(part: _Part) -> int:
@@ -248,26 +260,14 @@ def _clip(part: _Part) -> int:
 def _attention_copies(part: _Part) -> int:
     """What the attention of the longest segment holds beside the queries, keys, values and the place of its result."""
     rows, heads, d = part.segment, part.heads // part.split.ranks, part.config.head_dim
-    lse = rows * heads * FP32
+    lse = rows * heads * FLOAT
     if part.config.attn_softcap > 0 or part.device_type not in ("cpu", "cuda"):  # the explicit path
         scored = min(explicit_rows(heads, rows), rows)
-        scores = scored * heads * (rows * FP32 + d * (part.converted + FP32))
+        scores = scored * heads * (rows * FLOAT + d * (part.converted + FLOAT))
         return rows * heads * d * (2 * part.converted + part.compute) + lse + scores
     if part.device_type == "cpu":  # works on fp32 copies of all three
-        return rows * heads * d * (3 * part.converted + FP32) + lse
+        return rows * heads * d * (3 * part.converted + FLOAT) + lse
     return rows * heads * d * part.compute + lse
-
-
-def _projected(part: _Part) -> int:
-    """For each row: normed input, products, and the fp32 queries before, while and after they are rotated."""
-    d = part.config.head_dim
-    products = (part.heads + 2 * part.kv_heads) * d * part.compute
-    return part.config.hidden_size * part.compute + products + (2 * d + 6 * (d // 8)) * part.heads * FP32
-
-
-def _gated(part: _Part, width: int) -> int:
-    """For each row: normed input, gate and up of `width`, and their activation."""
-    return part.config.hidden_size * part.compute + width * (2 * part.compute + part.activated)
 
 
 def _experts(part: _Part) -> int:
@@ -275,11 +275,11 @@ def _experts(part: _Part) -> int:
     moe, d, compute = part.config.moe, part.config.moe_head_dim, part.compute
     inner, tokens = moe.expert_intermediate_size, min(part.expert_rows, tokens_at_once(moe))
     routes = tokens * moe.top_k
-    product = compute if runs_on_device(part.device_type, part.config.params_dtype, d, inner) else FP32
+    product = compute if runs_on_device(part.device_type, part.config.params_dtype, d, inner) else FLOAT
     hidden = 0 if product == compute else compute  # elsewhere it takes the gate's place
-    active = min(routes, activated_rows(part.device_type, inner)) * inner * (2 * FP32 + product % FP32)
-    chosen = tokens * (part.converted * d + 3 * moe.num_experts * FP32)
-    sorted_rows = FP32 + 2 * INT64 + d * compute
+    active = min(routes, activated_rows(part.device_type, inner)) * inner * (2 * FLOAT + product % FLOAT)
+    chosen = tokens * (part.converted * d + 3 * moe.num_experts * FLOAT)
+    sorted_rows = FLOAT + 2 * INT64 + d * compute
     evaluated = routes * (sorted_rows + inner * (2 * product + hidden)) + active
-    summed = routes * (sorted_rows + 2 * INT64 + inner * compute + d * (product % FP32 + FP32)) + tokens * d * FP32
+    summed = routes * (sorted_rows + 2 * INT64 + inner * compute + d * (product % FLOAT + FLOAT)) + tokens * d * FLOAT
     return max(chosen, evaluated, summed)

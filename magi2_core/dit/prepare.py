@@ -20,18 +20,7 @@ from ..config import PreviewConfig
 from ..errors import RequestError
 from .inputs import Modality, PackedLayout
 from .rope import rotary_table
-from .runs import MODALITIES, Run, modality_runs, pieces
-
-# Bytes of one fp32 temporary of the widest row-wise operation: it stays in cache on a CPU, and on a GPU leaves the
-# matrix products large.
-_PIECE_BYTES = {"cpu": 2 << 20}
-_PIECE_BYTES_GPU = 512 << 20
-_SMALLEST_PIECE = 256
-
-
-def piece_rows(config: PreviewConfig, device_type: str) -> int:
-    """Rows of a piece of the row-wise operations."""
-    return max(_PIECE_BYTES.get(device_type, _PIECE_BYTES_GPU) // (4 * config.stream_width), _SMALLEST_PIECE)
+from .runs import MODALITIES, Run, modality_runs, piece_rows, pieces
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,7 @@ def prepare(
         first_rows=count_rows(modality_T[: split.start]),
         order_S=order_S.to(device) if moved else None,
         rope_SR=rotary_table(coords_S9, bands_B.cpu()).to(device),
-        piece_rows=piece_rows(config, device.type),
+        piece_rows=piece_rows(config.stream_width, device.type),
     )
 
 

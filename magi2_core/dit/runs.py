@@ -15,6 +15,12 @@ from torch import Tensor
 MODALITIES = 3
 """Blocks of a weight with a part for each modality: video, audio, text. A time row is a text row (10 §2)."""
 
+# Bytes of one fp32 temporary of the widest row-wise operation: it stays in cache on a CPU, and on a GPU leaves the
+# matrix products large.
+_PIECE_BYTES = {"cpu": 2 << 20}
+_PIECE_BYTES_GPU = 512 << 20
+_SMALLEST_PIECE = 256
+
 
 class Run(NamedTuple):
     """Rows [start, stop) of one modality (0 video, 1 audio, 2 text)."""
@@ -42,6 +48,11 @@ def pieces(runs: Iterable[Run], limit: int) -> tuple[Run, ...]:
         for run in runs
         for start in range(run.start, run.stop, limit)
     )
+
+
+def piece_rows(width: int, device_type: str) -> int:
+    """Rows of a piece of row-wise operations, of which the widest has fp32 rows of `width`."""
+    return max(_PIECE_BYTES.get(device_type, _PIECE_BYTES_GPU) // (4 * width), _SMALLEST_PIECE)
 
 
 def block(weight: Tensor, modality: int, blocks: int) -> Tensor:

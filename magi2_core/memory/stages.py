@@ -18,9 +18,10 @@ from ..codecs.turbo_decoder import TurboConfig, turbo_decoder_tensors
 from ..codecs.turbo_tiles import tile_bytes
 from ..codecs.wan_encoder import WanEncoderConfig, wan_encoder_tensors
 from ..conditioning.parameters import PREFIX, TextEncoderConfig, text_encoder_tensors
+from ..dit.memory import FLOAT
 from ..sampling.geometry import SPATIAL_STRIDE, clip_lengths, tier
 
-FP32, BF16 = 4, 2
+BF16 = 2  # bytes of an element
 TEXT_TOKENS = 2_000  # assumed for both prompts together when memory is estimated
 # fp32 tensors as wide as the values that the linear attention of transformers 5 holds at once without its kernels.
 _LINEAR_ATTENTION = 14
@@ -70,7 +71,7 @@ def text_encoder_memory(config: TextEncoderConfig, tokens: int) -> StageMemory:
             layers[name.removeprefix(f"{PREFIX}layers.").split(".")[0]] += prod(spec.shape) * spec.dtype.itemsize
     mlp = (3 * config.intermediate_size + 2 * config.hidden_size) * BF16
     values = config.linear_num_value_heads * config.linear_value_head_dim
-    attention = _LINEAR_ATTENTION * values * FP32 if "linear_attention" in config.types else 0
+    attention = _LINEAR_ATTENTION * values * FLOAT if "linear_attention" in config.types else 0
     working = max(layers.values()) + tokens * config.hidden_size * BF16 + tokens // 2 * max(mlp, attention)
     return StageMemory(0, working, working)  # no layer stays
 
@@ -80,7 +81,7 @@ def image_encoder_memory(config: WanEncoderConfig, longest: int) -> StageMemory:
 
     The first blocks count, at half the sides: five tensors, beside the pixels and their patches.
     """
-    working = longest**2 * (5 * config.widths[0] + 2 * 3 * FP32)
+    working = longest**2 * (5 * config.widths[0] + 2 * 3 * FLOAT)
     return StageMemory(local_bytes(wan_encoder_tensors(config), None), working, working)
 
 
@@ -95,6 +96,6 @@ def audio_decoder_memory(config: OobleckConfig, latents: int) -> StageMemory:
     """The widest block counts: its input, and three tensors of its output in a residual unit (40 §5.2)."""
     length, working = latents, 0
     for cin, cout, stride in zip(config.widths, config.widths[1:], config.strides[::-1], strict=False):
-        working = max(working, FP32 * length * (cin + 3 * cout * stride))
+        working = max(working, FLOAT * length * (cin + 3 * cout * stride))
         length *= stride
     return StageMemory(local_bytes(oobleck_decoder_tensors(config), None), working, working)

@@ -13,22 +13,11 @@ from ..config import RefinerConfig
 from ..dit.inputs import Modality, PackedTokens
 from ..dit.prepare import Prepared, count_rows
 from ..dit.rope import rotary_table
-from ..dit.runs import modality_runs
+from ..dit.runs import modality_runs, piece_rows
 from ..errors import RequestError
 from ..sampling.packing import audio_coords, grid_coords, text_coords
 from .blocks import Axes, WindowSettings, plan_blocks
 from .window_attention import WindowPlan, plan_windows
-
-# Bytes of one fp32 temporary of the widest row-wise operation, gate and up of the MLP: in cache on a CPU, and on a GPU
-# large enough for full matrix products.
-_PIECE_BYTES = {"cpu": 1 << 22}
-_PIECE_BYTES_GPU = 1 << 29
-_SMALLEST_PIECE = 256
-
-
-def piece_rows(config: RefinerConfig, device_type: str) -> int:
-    """Rows of a piece of the row-wise operations."""
-    return max(_PIECE_BYTES.get(device_type, _PIECE_BYTES_GPU) // (4 * 2 * config.mlp_width), _SMALLEST_PIECE)
 
 
 @dataclass(frozen=True)
@@ -84,7 +73,7 @@ def prepare_refiner(
         first_rows=count_rows(modality_T[: split.start]),
         order_S=None,
         rope_SR=rotary_table(coords_T9[rows_S], bands_B.cpu()).to(device),
-        piece_rows=piece_rows(config, device.type),
+        piece_rows=piece_rows(2 * config.mlp_width, device.type),
         order_V=order_V.to(device),
         windows=plan_windows(blocks, device, backend),
     )
