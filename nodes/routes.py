@@ -100,7 +100,9 @@ def apply_settings(body: dict[str, Any], manager: PoolManager, bridge: MemoryBri
     minutes = body.get("idle_minutes", manager.idle_minutes)
     if isinstance(minutes, bool) or not isinstance(minutes, (int, float)) or not 0 <= minutes <= MAX_IDLE_MINUTES:
         raise ValueError(f"idle_minutes is {minutes!r}; it must be a number from 0 (never) to {MAX_IDLE_MINUTES}.")
-    bridge.give_up, manager.idle_minutes = give_up, float(minutes)
+    bridge.give_up = give_up
+    if minutes != manager.idle_minutes:
+        manager.stop_when_idle(float(minutes))
 
 
 def public_status(manager: PoolManager, bridge: MemoryBridge) -> dict[str, Any]:

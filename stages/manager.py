@@ -78,6 +78,7 @@ class PoolManager:
             if self._model is None:
                 raise RequestError("No model has been used yet; run a workflow once, then the workers can be started.")
             self._ready(self._model, SILENT)
+            self._await_idle()
 
     def unload(self, patience_s: float = -1) -> bool:
         """Let the workers free all weights but stay alive; False if there are none. RequestError if a job is running
@@ -99,6 +100,15 @@ class PoolManager:
             pool.close()
             self._set("stopped")
             return True
+
+    def stop_when_idle(self, minutes: float) -> None:
+        """End workers that have had no job for so many minutes from now; 0 keeps them."""
+        self.idle_minutes = minutes
+        if self._job_lock.acquire(blocking=False):  # else the end of the running job starts the clock
+            try:
+                self._await_idle()
+            finally:
+                self._job_lock.release()
 
     @property
     def alive(self) -> bool:
@@ -176,6 +186,7 @@ class PoolManager:
         self.changed()
 
     def _await_idle(self) -> None:
+        self._cancel_idle()
         if self.idle_minutes > 0 and self.alive:
             self._idle_timer = threading.Timer(self.idle_minutes * 60, self._stop_if_idle, (self.runs,))
             self._idle_timer.daemon = True

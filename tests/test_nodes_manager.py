@@ -133,6 +133,29 @@ def test_idle_workers_are_stopped_after_the_set_time_and_busy_ones_are_not(
     assert pools[0].closed == 1
 
 
+@pytest.mark.parametrize("restarted", [False, True], ids=["after a job", "after a start"])
+def test_a_time_that_is_set_holds_for_workers_that_are_idle_already(manager: PoolManager, restarted: bool) -> None:
+    run(manager)
+    if restarted:
+        manager.stop()
+        manager.idle_minutes = 0.05 / 60
+        manager.start()
+    else:
+        manager.stop_when_idle(0.05 / 60)
+    deadline = time.monotonic() + 5
+    while manager.alive and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not manager.alive
+
+
+def test_a_time_that_is_taken_back_lets_idle_workers_stay(manager: PoolManager) -> None:
+    manager.idle_minutes = 0.1 / 60
+    run(manager)
+    manager.stop_when_idle(0)
+    time.sleep(0.2)
+    assert manager.alive
+
+
 def test_without_a_set_time_workers_stay(manager: PoolManager) -> None:
     before = threading.active_count()
     run(manager)
