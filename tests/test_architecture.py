@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +92,11 @@ assert not {COMFY!r} & set(sys.modules), {COMFY!r} & set(sys.modules)
 """
     result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/")
     assert result.returncode == 0, result.stderr
+
+
+def test_what_is_needed_is_listed_alike_for_pip_for_comfyui_and_in_messages() -> None:
+    from magi2_native.magi2_core.conditioning.tokenizer import OLDEST_TRANSFORMERS
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (ROOT / "requirements.txt").read_text(encoding="utf-8").split("\n")[:-1] == project["dependencies"]
+    assert f"transformers>={'.'.join(map(str, OLDEST_TRANSFORMERS))}" in project["dependencies"]

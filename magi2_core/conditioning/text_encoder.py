@@ -17,17 +17,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.index import Entry, compare, read_json, scan_folder
+from ..checkpoint.folder import text_network
+from ..checkpoint.index import read_json
+from ..checkpoint.loader import load_tensors
 from ..checkpoint.problem import refuse
-from ..checkpoint.reader import SafetensorsReader, TensorReader
+from ..checkpoint.reader import TensorReader
 from ..errors import CheckpointError, MissingDependencyError, RequestError
 from ..events import Events
-from .parameters import PREFIX, SKIPPED_LAYERS, TextEncoderConfig, text_encoder_tensors, text_section
+from .parameters import PREFIX, SKIPPED_LAYERS, TextEncoderConfig, text_section
 from .tokenizer import SPLIT_CLASS, TOKEN_LIMIT, PromptTokenizer
 
 logger = logging.getLogger("magi2")
 
-OLDEST_TRANSFORMERS = (5, 2)
 STAGE = "encode_text"
 
 
@@ -50,10 +51,8 @@ class TextEncoder:
         config_json = read_json(folder / "config.json")
         self.config = TextEncoderConfig.from_json(config_json)
         _check_width(self.config, width)
-        table = text_encoder_tensors(self.config, skipped_layers)
-        scan = scan_folder(folder)
-        refuse([*scan.problems, *compare(scan, table)], f"The text encoder in {folder}")
-        self.entries: dict[str, Entry] = {key: scan.entries[key] for key in table}
+        self.network = text_network(folder, self.config, skipped_layers)
+        refuse(self.network.problems, f"The text encoder in {folder}")
         self.tokenizer = PromptTokenizer(folder)
         self.device = torch.device(device)
         self.dtype = dtype
@@ -70,7 +69,7 @@ class TextEncoder:
         """
         if any(not ids for ids in prompts):
             raise RequestError("The prompt is empty: it has no text that could be encoded.")
-        with SafetensorsReader(self.entries) as reader, _without_advice():
+        with self.network.open() as reader, _without_advice():
             streams = [self._embed(reader, ids) for ids in prompts]
             ropes = [self._qwen.rope(x_1LD) for x_1LD in streams]
             for index in range(self.layers):
@@ -94,7 +93,7 @@ class TextEncoder:
                 f"The tokenizer gave token {max(rows)}, but the text encoder has {self.config.vocab_size} embeddings:"
                 " the tokenizer files belong to another model."
             )
-        table_VD = torch.empty(len(rows), self.config.hidden_size, dtype=self.entries[key].dtype)
+        table_VD = torch.empty(len(rows), self.config.hidden_size, dtype=self.network.entries[key].dtype)
         for token, row in rows.items():
             whole = (slice(token, token + 1), slice(0, self.config.hidden_size))
             reader.read(key, whole, table_VD[row : row + 1])
@@ -105,13 +104,9 @@ class TextEncoder:
         """Read one layer from the disk to the device, every tensor in the compute dtype (30 §4.3)."""
         layer = self._qwen.layer(index)
         prefix = f"{PREFIX}layers.{index}."
-        weights = {}
-        for name in layer.state_dict():
-            entry = self.entries[prefix + name]
-            stored = torch.empty(entry.shape, dtype=entry.dtype)
-            reader.read(prefix + name, tuple(slice(0, size) for size in entry.shape), stored)
-            weights[name] = stored.to(self.device, self.dtype)
-        layer.load_state_dict(weights, strict=True, assign=True)
+        dtypes = {prefix + name: self.dtype for name in layer.state_dict()}
+        weights = load_tensors(self.network, reader, dtypes, device=self.device)
+        layer.load_state_dict({key.removeprefix(prefix): x for key, x in weights.items()}, strict=True, assign=True)
         return layer
 
 
@@ -149,28 +144,13 @@ def _without_advice() -> Iterator[None]:
 
 
 def _import_qwen() -> tuple[Any, Any, Any]:
-    """Config, layer and rotary classes; MissingDependencyError when transformers is absent, too old or broken."""
-    needed = ".".join(map(str, OLDEST_TRANSFORMERS))
-    advice = f"Install it with: pip install 'transformers>={needed}'"
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"The text encoder needs the package transformers, version {needed} or newer, which cannot be imported"
-            f" ({error}). {advice}"
-        ) from error
-    version = transformers.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
-        raise MissingDependencyError(
-            f"The text encoder needs transformers {needed} or newer for Qwen3.5, but version {version} is installed."
-            f" {advice}"
-        )
+    """Config, layer and rotary classes of a transformers that is new enough; MissingDependencyError if it is broken."""
     try:
         from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
         from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
     except (ImportError, OSError, RuntimeError) as error:  # a broken neighbour package shows up here (30 §15)
         raise MissingDependencyError(
-            f"transformers {version} is installed, but its Qwen3.5 classes cannot be imported: {error}"
+            f"transformers is installed, but its Qwen3.5 classes cannot be imported: {error}"
         ) from error
     return Qwen3_5TextConfig, Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
@@ -201,7 +181,7 @@ def _identity(folder: Path, encoder: TextEncoder, skipped_layers: int) -> str:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         file = folder / name
         digest.update(file.read_bytes() if file.is_file() else b"absent")
-    for file in sorted({entry.file for entry in encoder.entries.values()}):
+    for file in sorted({entry.file for entry in encoder.network.entries.values()}):
         status = file.stat()
         digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
     settings = (encoder.dtype, encoder.device.type, skipped_layers, TOKEN_LIMIT, SPLIT_CLASS, transformers.__version__)

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import CheckpointError, MissingDependencyError, RequestError
 
 TOKEN_LIMIT = 7000
+OLDEST_TRANSFORMERS = (5, 2)  # Qwen3.5 came with it (30 §2)
 
 # Every character of this class becomes a piece of its own before the tokenizer's own rules apply. It was meant to be
 # "CJK", but the class that took effect also holds the digits, `:;<=>?@` and the letters A to U, and has no
@@ -77,19 +78,34 @@ def with_extra_split(own: Any) -> Any:
     return Sequence([extra_split(), own] if own is not None else [extra_split()])
 
 
-def _load(folder: Path) -> Any:
+def _auto_tokenizer() -> Any:
+    """transformers' class; MissingDependencyError when the package is absent, broken or too old for Qwen3.5 (30 §2)."""
+    needed = ".".join(map(str, OLDEST_TRANSFORMERS))
+    advice = f"Install it with: pip install 'transformers>={needed}'"
     try:
+        import transformers
         from transformers import AutoTokenizer
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # a broken neighbour package shows up here (30 §15)
         raise MissingDependencyError(
-            f"The tokenizer needs the package transformers, version 5.2 or newer: {error}."
-            " Install it with: pip install 'transformers>=5.2'"
+            f"The text encoder needs the package transformers, version {needed} or newer, which cannot be imported"
+            f" ({error}). {advice}"
         ) from error
+    version = transformers.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
+        raise MissingDependencyError(
+            f"The text encoder needs transformers {needed} or newer for Qwen3.5, but version {version} is installed."
+            f" {advice}"
+        )
+    return AutoTokenizer
+
+
+def _load(folder: Path) -> Any:
+    auto_tokenizer = _auto_tokenizer()
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(
             f"The text encoder folder {folder} has no tokenizer.json; copy the release's files there."
         )
     try:
-        return AutoTokenizer.from_pretrained(str(folder), padding_side="right", local_files_only=True)
+        return auto_tokenizer.from_pretrained(str(folder), padding_side="right", local_files_only=True)
     except Exception as error:  # the library raises every kind of error for a broken file
         raise CheckpointError(f"The tokenizer files in {folder} cannot be used: {error}") from error
