@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from magi2_native.magi2_core.checkpoint import network
 from magi2_native.magi2_core.checkpoint.reader import SafetensorsReader
 from magi2_native.magi2_core.conditioning import text_encoder
 from magi2_native.magi2_core.conditioning.parameters import TextEncoderConfig, text_encoder_tensors, text_section
@@ -101,10 +102,10 @@ def test_streaming_reads_each_layer_once_for_all_prompts_and_only_used_embedding
             super().__init__(entries)
             readers.append(self)
 
-    monkeypatch.setattr(text_encoder, "SafetensorsReader", Watched)
+    monkeypatch.setattr(network, "SafetensorsReader", Watched)
     encoder = tiny()
     encoder.encode(PROMPTS, Silent())
-    layers = sum(entry.nbytes for key, entry in encoder.entries.items() if ".layers." in key)
+    layers = sum(entry.nbytes for key, entry in encoder.network.entries.items() if ".layers." in key)
     distinct_rows = sum(len(set(ids)) for ids in PROMPTS)
     (reader,) = readers
     assert reader.bytes_read == layers + distinct_rows * 64 * 2

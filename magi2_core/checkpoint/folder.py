@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ..codecs.oobleck_decoder import OOBLECK_PREFIX, OobleckConfig, oobleck_decoder_tensors
 from ..codecs.turbo_decoder import TURBO_PREFIX, TurboConfig, turbo_decoder_tensors
 from ..codecs.wan_encoder import WanEncoderConfig, wan_encoder_tensors
-from ..conditioning.parameters import TextEncoderConfig, text_encoder_tensors
+from ..conditioning.parameters import SKIPPED_LAYERS, TextEncoderConfig, text_encoder_tensors
 from ..config import PreviewConfig, RefinerConfig
 from ..dit.parameters import preview_tensors
 from ..errors import CheckpointError
@@ -94,9 +94,8 @@ class CheckpointFolder:
         return network("refiner", scan_folder(self.root / REFINER), table, optional={BANDS})
 
     def text_encoder(self) -> Network:
-        """The text layers that are run; the upper ones, the vision tower and the heads are not needed (30 §4.2)."""
-        table = text_encoder_tensors(self.text_config())
-        return network("text encoder", scan_folder(self.root / TEXT_ENCODER), table, unused=_not_text)
+        """The text layers that are run (30 §4.2)."""
+        return text_network(self.root / TEXT_ENCODER, self.text_config())
 
     def wan_encoder(self) -> Network:
         """The picture encoder; the same file's decoder is not needed (40 §3.1)."""
@@ -146,6 +145,13 @@ class CheckpointFolder:
 def preview_network(folder: Path, config: PreviewConfig) -> Network:
     """The preview transformer of a folder of safetensors that stands by itself."""
     return network("preview transformer", scan_folder(folder), preview_tensors(config), optional={BANDS})
+
+
+def text_network(folder: Path, config: TextEncoderConfig, skipped_layers: int = SKIPPED_LAYERS) -> Network:
+    """A text encoder of a folder that stands by itself; the topmost layers, the vision tower and the heads are not
+    needed."""
+    table = text_encoder_tensors(config, skipped_layers)
+    return network("text encoder", scan_folder(folder), table, unused=_not_text)
 
 
 def _architecture(path: Path, released: Callable[[], Config], parse: Callable[[Mapping[str, Any]], Config]) -> Config:
