@@ -232,26 +232,36 @@ def broadcast(x: Tensor, group: Group) -> Tensor:
 
 
 def broadcast_text(text: str, group: Group) -> str:
-    """The first rank's text on every rank of the group."""
-    told = [text]
+    """The first rank's text on every rank of the group: a length, then bytes; an empty text is one broadcast."""
+    if group is None:
+        return text
+    data = list(text.encode("utf-8", "surrogatepass")) if dist.get_rank(group) == 0 else []
+    size = int(broadcast(torch.tensor([len(data)]), group))
+    told = broadcast(torch.tensor(data or [0] * size, dtype=torch.uint8), group)
+    return bytes(told.tolist()).decode("utf-8", "surrogatepass")
+
+
+def smallest(value: int, group: Group) -> int:
+    """The smallest of all ranks' values; each rank waits here for the others."""
+    least = torch.tensor([value])
     if group is not None:
-        dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
-    return told[0]
+        dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    return int(least)
 
 
-def send(x: Tensor, to: int, group: Group, device: torch.device) -> None:
-    """Send a tensor to rank `to` of the group, which calls `receive` for it; it travels by way of `device`."""
+def send(x: Tensor, to: int, group: Group) -> None:
+    """Send a CPU tensor to rank `to` of the group, which calls `receive` for it."""
     assert group is not None
     _check_dtype(x, "x")
-    dist.send(x.to(device).contiguous(), dist.get_global_rank(group, to), group=group)
+    dist.send(x.contiguous(), dist.get_global_rank(group, to), group=group)
 
 
-def receive(shape: Sequence[int], dtype: torch.dtype, source: int, group: Group, device: torch.device) -> Tensor:
-    """The tensor that rank `source` of the group sends, on the CPU; it travels by way of `device`."""
+def receive(shape: Sequence[int], dtype: torch.dtype, source: int, group: Group) -> Tensor:
+    """The CPU tensor that rank `source` of the group sends."""
     assert group is not None
-    x = torch.empty(*shape, dtype=dtype, device=device)
+    x = torch.empty(*shape, dtype=dtype)
     dist.recv(x, dist.get_global_rank(group, source), group=group)
-    return x.cpu()
+    return x
 
 
 def _exchange_heads(tensors_SHd: list[Tensor], split: TokenSplit, group: Group) -> tuple[Tensor, ...]:

@@ -8,13 +8,15 @@ boundaries.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from fractions import Fraction
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..distributed.exchange import ParallelContext, broadcast, broadcast_text, gather_tokens, receive, send
+from ..distributed.exchange import ParallelContext, broadcast, gather_tokens, receive, send, smallest
 from ..distributed.layout import TokenSplit
 from .checkpoint.folder import TEXT_ENCODER, CheckpointFolder
 from .checkpoint.loader import load_module
@@ -26,7 +28,7 @@ from .codecs.picture import prepare_picture
 from .codecs.resample import to_real_time
 from .codecs.turbo_decoder import TurboDecoder
 from .codecs.turbo_tiles import plan_tiles
-from .codecs.turbo_windows import decode_window, divide_windows, gather_blocks, plan_windows
+from .codecs.turbo_windows import decode_window, gather_blocks, plan_windows
 from .codecs.wan_encoder import WanEncoder, encode_picture
 from .conditioning.encode import encode_text
 from .conditioning.features import FeatureCache
@@ -34,7 +36,7 @@ from .conditioning.markers import check_equal_sizes, marker
 from .conditioning.text_encoder import TextEncoder
 from .dit.model import PreviewTransformer
 from .errors import RequestError
-from .events import SILENT, Events
+from .events import Events
 from .memory.machine import working_budget
 from .memory.plan import Plan
 from .refiner.model import RefinerTransformer, refiner_parallel
@@ -44,13 +46,15 @@ from .sampling.geometry import SPATIAL_STRIDE, clip_lengths, decoded_frames, lat
 from .sampling.guidance import GuidanceSettings
 from .sampling.noise import Draw, check_noise_device, clip_noise, draw_noise, noise_generator
 from .sampling.packing import Conditions, pack_request, pack_tokens, unpack
+from .together import Together
 
 Result = dict[str, Any]
-Made = TypeVar("Made")
 CALLS = (
     "load", "release", "encode_text", "encode_image", "sample", "refine", "decode_video", "decode_audio", "write_clip",
 )  # fmt: skip
 STAGES = ("text_encoder", "image_encoder", "preview", "refiner", "video_decoder", "audio_decoder")
+SHARED_STAGES = ("preview", "refiner", "video_decoder")  # what all ranks load together
+TENSORS_APART = 16  # how far one rank may be ahead of another in loading
 
 
 def make_engine(plan: Mapping[str, Any], parallel: ParallelContext | None = None) -> Engine:
@@ -105,7 +109,13 @@ class Engine:
         """The network of a stage, loaded if it is not there."""
         self._make_room(stage, events)
         if stage not in self._loaded:
-            self._loaded[stage] = getattr(self, f"_load_{stage}")(events)
+            load = getattr(self, f"_load_{stage}")
+            if stage in SHARED_STAGES:  # their disks differ, and none may be done while a cancel finds another reading
+                network = load(Together(events, self.parallel, every=TENSORS_APART))
+                Together(events, self.parallel).check()
+            else:
+                network = load(events)
+            self._loaded[stage] = network
         return self._loaded[stage]
 
     def _make_room(self, stage: str, events: Events) -> None:
@@ -295,45 +305,45 @@ class Engine:
 
     def decode_video(self, events: Events, *, video: Tensor) -> Result:
         """A latent [48, T, H, W] to frames uint8 [F, 16H, 16W, 3] (40 §4)."""
-        blocks = self._frame_blocks(video, events)
-        if not self.leads:
-            return {}
-        return {"frames": gather_blocks(blocks, decoded_frames(video.shape[1]))}
+        blocks = self._frame_blocks(video, Together(events, self.parallel))
+        frames = gather_blocks(blocks, decoded_frames(video.shape[1]) if self.leads else 0)
+        return {"frames": frames} if self.leads else {}
 
-    def _frame_blocks(self, video: Tensor, events: Events) -> Iterator[Tensor]:
-        """Finished frames uint8 [t, H, W, 3] in time order, on the first rank.
+    def _frame_blocks(self, video: Tensor, events: Together) -> Iterator[Tensor]:
+        """Finished frames uint8 [t, H, W, 3] in time order; on other ranks than the first, blocks of no frames.
 
-        The windows of the clip divide over the ranks, which changes no value (40 §4.6). Every rank passes the same
-        check points, one before each window, so that all stop at the same one.
+        The windows of the clip go round the ranks, which changes no value (40 §4.6): each decodes one, then the first
+        takes them all in their order. The ranks use the same tiles, and so pass the same check points.
         """
         decoder = self._stage("video_decoder", events)
         z = video[None].to(self.device, torch.bfloat16)
         frames, height, width = video.shape[1:]
-        windows = plan_windows(frames, decoder.config)
-        owners = _owners(divide_windows(windows, self.parallel.layout.replica))
-        tiles = plan_tiles(decoder.config, height, width, working_budget(self.device), torch.bfloat16)
-        scale, group = decoder.config.spatial_ratio, self.parallel.replica_group
-
-        def blocks() -> Iterator[Tensor]:
-            for index, window in enumerate(windows):
+        windows, ranks = plan_windows(frames, decoder.config), self.parallel.layout.replica
+        budget = smallest(working_budget(self.device), self.parallel.replica_group)
+        tiles = plan_tiles(decoder.config, height, width, budget, torch.bfloat16)
+        scale = decoder.config.spatial_ratio
+        for first in range(0, len(windows), ranks):
+            turn = windows[first : first + ranks]
+            block = torch.empty(0, scale * height, scale * width, 3, dtype=torch.uint8)
+            if self.replica_rank < len(turn):
+                block = decode_window(decoder, z, turn[self.replica_rank], to_uint8, tiles, events)
+            else:
+                for _ in tiles:
+                    events.check()
+            for rank, window in enumerate(turn):
                 events.check()
-                if owners[index] == self.replica_rank:
-                    inner = events if group is None else SILENT
-                    block = decode_window(decoder, z, window, to_uint8, tiles, inner)
-                    if not self.leads:
-                        send(block, 0, group, self.device)
-                elif self.leads:
-                    shape = (window.frames, scale * height, scale * width, 3)
-                    block = receive(shape, torch.uint8, owners[index], group, self.device)
-                if self.leads:
-                    yield block
-                    events.progress("decode_video", index + 1, len(windows))
+                yield self._handed_over(block, rank, window.frames)
+                events.progress("decode_video", first + rank + 1, len(windows))
 
+    def _handed_over(self, block: Tensor, rank: int, frames: int) -> Tensor:
+        """The block of a rank on the first one, and no frames on the others."""
+        if rank == 0:
+            return block if self.leads else block[:0]
         if self.leads:
-            return blocks()
-        for _ in blocks():
-            pass
-        return iter(())
+            return receive((frames, *block.shape[1:]), block.dtype, rank, self.parallel.replica_group)
+        if self.replica_rank == rank:
+            send(block, 0, self.parallel.replica_group)
+        return block[:0]
 
     def decode_audio(self, events: Events, *, audio: Tensor) -> Result:
         """A latent [L, 64] to a waveform [2, samples] fp32 at 44100 Hz (40 §5)."""
@@ -353,32 +363,24 @@ class Engine:
         frames is in memory at a time (40 §7). `size` (width, height) rescales the frames. Nothing is left under the
         final name if it fails or is cancelled.
         """
+        rate, together = _frame_rate(fps), Together(events, self.parallel)
         sound = None if waveform is None else Sound(waveform, sample_rate)
         width, height = size or (SPATIAL_STRIDE * video.shape[3], SPATIAL_STRIDE * video.shape[2])
-        writer = self._agreed(lambda: VideoWriter(path, width, height, Fraction(fps), sound, crf))
-        blocks = self._frame_blocks(video, events)
-        if writer is not None:
-            # the others pass no check points between frames
-            alone = events if self.parallel.replica_group is None else SILENT
-            with writer:
-                for block in blocks:
-                    writer.write(resize(block, width, height) if size else block, alone)
+        with ExitStack() as stack:  # only the first rank's file system has a say
+
+            def begin(_: Events) -> VideoWriter:
+                return stack.enter_context(VideoWriter(path, width, height, rate, sound, crf))
+
+            def write(block: Tensor, alone: Events) -> None:
+                assert writer is not None
+                writer.write(resize(block, width, height) if size else block, alone)
+
+            writer = together.alone(begin)
+            for block in self._frame_blocks(video, together):
+                together.alone(partial(write, block))
+            together.alone(lambda _: stack.close())
         return {}
 
-
-    def _agreed(self, make: Callable[[], Made]) -> Made | None:
-        """What the first rank makes, None elsewhere. If that rank refuses, all ranks do, with the same sentence: one
-        that failed alone would leave the others waiting for it. Other hosts' file systems have no say.
-        """
-        made, refusal = None, ""
-        if self.leads:
-            try:
-                made = make()
-            except RequestError as error:
-                refusal = str(error)
-        if refusal := broadcast_text(refusal, self.parallel.replica_group):
-            raise RequestError(refusal)
-        return made
 
 def _known(stages: Sequence[str]) -> Sequence[str]:
     if unknown := [stage for stage in stages if stage not in STAGES]:
@@ -386,6 +388,12 @@ def _known(stages: Sequence[str]) -> Sequence[str]:
     return stages
 
 
-def _owners(shares: Sequence[Sequence[int]]) -> list[int]:
-    """The rank that decodes each window, out of the windows that each rank decodes."""
-    return [rank for _, rank in sorted((index, rank) for rank, share in enumerate(shares) for index in share)]
+def _frame_rate(text: str) -> Fraction:
+    """Read "25" or "25/2"; RequestError for anything else."""
+    try:
+        rate = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        rate = Fraction(0)
+    if rate <= 0:
+        raise RequestError(f"The frame rate is {text!r}; write frames per second, such as 25 or 25/2.")
+    return rate

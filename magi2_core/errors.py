@@ -25,6 +25,12 @@ class NonFiniteError(Magi2Error, ArithmeticError):
     """A latent became NaN or infinite; the message says at which step."""
 
 
+def named(name: str | None) -> type[Magi2Error] | None:
+    """The class of that name, if it is one of these: from one process to another errors travel by name (60 §6.6)."""
+    kind = globals().get(name or "")
+    return kind if isinstance(kind, type) and issubclass(kind, Magi2Error) else None
+
+
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """RequestError that lists the choices if `value` is none of them."""
     if value not in (choices := tuple(choices)):

@@ -6,12 +6,7 @@ from magi2_native.magi2_core.codecs.frames import to_uint8
 from magi2_native.magi2_core.codecs.latent_scale import denormalise
 from magi2_native.magi2_core.codecs.turbo_decoder import TurboConfig
 from magi2_native.magi2_core.codecs.turbo_tiles import Tile
-from magi2_native.magi2_core.codecs.turbo_windows import (
-    decode_window,
-    divide_windows,
-    gather_blocks,
-    plan_windows,
-)
+from magi2_native.magi2_core.codecs.turbo_windows import decode_window, gather_blocks, plan_windows
 from magi2_native.magi2_core.errors import RequestError
 from magi2_native.magi2_core.events import Silent
 from magi2_native.tests.codec_networks import decode, turbo
@@ -86,19 +81,6 @@ def test_the_windows_of_any_length_follow_one_another_without_gap(f, s):
 def test_no_latents_are_refused():
     with pytest.raises(RequestError, match="0 frames"):
         plan_windows(0, TurboConfig())
-
-
-def test_four_ranks_share_the_windows_of_ten_seconds_evenly():
-    plan = plan_windows(32, TurboConfig())
-    shares = divide_windows(plan, 4)
-    work = [sum(plan[i].latents for i in share) for share in shares]
-    assert (max(work), sum(work)) == (16, 43)  # 40 §4.6
-    assert sorted(i for share in shares for i in share) == list(range(5))
-    assert shares[0] == [1]  # a window of nine goes first, and to the lowest rank
-
-
-def test_more_ranks_than_windows_leaves_some_without():
-    assert divide_windows(plan_windows(8, TurboConfig()), 4) == [[0], [1], [], []]
 
 
 def test_windows_decoded_alone_in_any_order_make_the_same_clip():

@@ -19,6 +19,7 @@ from ..errors import Magi2Error, MissingDependencyError, RequestError
 from ..events import Events
 
 DEFAULT_CRF = 10  # what the reference's writer uses (40 §7)
+ENCODER = "libx264"
 LAYOUTS = {1: "mono", 2: "stereo"}
 
 
@@ -128,7 +129,7 @@ class VideoWriter:
         self._container.metadata.update(self.metadata)
         # 80 line 27: macroblock-tree rate control reads memory that nobody wrote, so that equal frames gave other bytes
         coding = {"crf": str(self.crf), "x264-params": "mbtree=0"}
-        self._video = self._container.add_stream("libx264", rate=self.frame_rate, options=coding)
+        self._video = self._container.add_stream(ENCODER, rate=self.frame_rate, options=coding)
         self._video.width, self._video.height, self._video.pix_fmt = self.width, self.height, "yuv420p"
         if self.sound is not None:
             self._write_sound(self.sound)
@@ -197,6 +198,10 @@ class VideoWriter:
             yield
         except (OSError, self._av.FFmpegError) as error:
             raise Magi2Error(f"The video could not be written to {self.target}: {error}.") from error
+        except self._av.codec.codec.UnknownCodecError as error:
+            raise MissingDependencyError(
+                f"This PyAV has no encoder {error}; install one that has: pip install --force-reinstall av."
+            ) from error
 
 
 def write_video(

@@ -63,17 +63,6 @@ def plan_windows(latents: int, config: TurboConfig) -> list[Window]:
     return windows
 
 
-def divide_windows(windows: Sequence[Window], ranks: int) -> list[list[int]]:
-    """Indices of each rank's windows: the longest first, each to the rank with the least work so far (40 §4.6)."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    work = [0] * ranks
-    for index in sorted(range(len(windows)), key=lambda i: -windows[i].latents):
-        rank = work.index(min(work))
-        shares[rank].append(index)
-        work[rank] += windows[index].latents
-    return [sorted(share) for share in shares]
-
-
 def decode_window(
     decoder: TurboDecoder,
     z_1CThw: Tensor,
@@ -85,8 +74,7 @@ def decode_window(
     """The frames of one window, as `convert` makes them: [window.frames, H, W, 3] on the host.
 
     z is the whole clip's latent [1, 48, T, h, w] in the sampler's scale; its dtype is the decoder's. `tiles` divide
-    the frame (turbo_tiles.plan_tiles); without them it is decoded at once. `events.check` is called before each tile,
-    on this rank only.
+    the frame (turbo_tiles.plan_tiles); without them it is decoded at once. `events.check` is called before each tile.
     """
     T, h, w = z_1CThw.shape[2:]
     frames = torch.arange(window.start, window.stop).clamp(max=T - 1)  # 40 §4.5: the last latent is repeated
