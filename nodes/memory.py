@@ -51,7 +51,7 @@ class MemoryBridge:
         except (AttributeError, TypeError, ImportError) as error:
             self._broken = True
             logger.warning(
-                "This ComfyUI's memory manager is unknown (%s): its Free Memory does not reach the workers. Use the"
+                "This ComfyUI's memory manager is unknown (%s): its Unload Models does not reach the workers. Use the"
                 " MAGI-2 panel or the MAGI-2 Unload Workers node.", error,
             )  # fmt: skip
 

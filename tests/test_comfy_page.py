@@ -1,6 +1,7 @@
 """The real page in Chromium, old and new: templates, panel, settings, help, languages (60 §8, §13 layer 4)."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,19 +113,30 @@ def test_the_panel_shows_the_workers_and_stops_them(page: Page) -> None:
     assert page.server.workers() == []
 
 
+def wait_for_settings(page: Page, wanted: dict[str, Any]) -> None:
+    deadline = time.monotonic() + 10
+    while (found := page.server.get("/magi2/status")["settings"]) != wanted:
+        assert time.monotonic() < deadline, found
+        page.tab.wait_for_timeout(50)
+
+
 def test_the_settings_have_a_page_and_reach_the_server(page: Page) -> None:
     page.run("() => window.app.extensionManager.setting.set('Magi2.IdleMinutes', 7)")
     page.run("() => window.app.extensionManager.setting.set('Magi2.GiveUpMemory', 'always')")
-    for _ in range(50):
-        settings = page.server.get("/magi2/status")["settings"]
-        if settings == {"give_up": "always", "idle_minutes": 7.0}:
-            break
-        page.tab.wait_for_timeout(100)
-    assert settings == {"give_up": "always", "idle_minutes": 7.0}
+    wait_for_settings(page, {"give_up": "always", "idle_minutes": 7.0})
     page.run("() => window.app.extensionManager.setting.set('Magi2.IdleMinutes', 0)")
     page.run("() => window.app.extensionManager.setting.set('Magi2.GiveUpMemory', 'when asked')")
-    page.tab.wait_for_timeout(500)
-    assert page.server.get("/magi2/status")["settings"] == {"give_up": "when asked", "idle_minutes": 0.0}
+    wait_for_settings(page, {"give_up": "when asked", "idle_minutes": 0.0})
+
+
+def test_a_server_that_was_started_again_gets_the_settings(page: Page) -> None:
+    page.run("() => window.app.extensionManager.setting.set('Magi2.IdleMinutes', 9)")
+    wait_for_settings(page, {"give_up": "when asked", "idle_minutes": 9.0})
+    page.server.request("/magi2/settings", {"idle_minutes": 0})
+    page.run("() => { window.app.api.dispatchEvent(new CustomEvent('reconnected')); }")
+    wait_for_settings(page, {"give_up": "when asked", "idle_minutes": 9.0})
+    page.run("() => window.app.extensionManager.setting.set('Magi2.IdleMinutes', 0)")
+    wait_for_settings(page, {"give_up": "when asked", "idle_minutes": 0.0})
 
 
 def test_every_node_can_be_made(page: Page) -> None:

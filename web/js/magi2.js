@@ -5,6 +5,7 @@ import { createPanel } from "./panel.mjs";
 import { texts } from "./texts.mjs";
 
 const DEFAULTS = { give_up: "when asked", idle_minutes: 0 };
+const IDS = { give_up: "Magi2.GiveUpMemory", idle_minutes: "Magi2.IdleMinutes" };
 
 async function post(path, body = {}) {
   const answer = await api.fetchApi(path, {
@@ -28,26 +29,28 @@ function send(name) {
   };
 }
 
-function language() {
-  return app.extensionManager?.setting?.get("Comfy.Locale") ?? "en";
+// A server that was started again has forgotten them.
+function sendAll() {
+  const value = (name) => app.extensionManager.setting.get(IDS[name]) ?? DEFAULTS[name];
+  post("/magi2/settings", { give_up: value("give_up"), idle_minutes: value("idle_minutes") });
 }
 
 app.registerExtension({
   name: "Magi2.Native",
   settings: [
     {
-      id: "Magi2.GiveUpMemory",
+      id: IDS.give_up,
       name: "Free the workers' memory for other models",
       type: "combo",
       options: ["never", "when asked", "always"],
       defaultValue: DEFAULTS.give_up,
       category: ["MAGI-2", "Workers", "GiveUpMemory"],
       tooltip:
-        "never: only the MAGI-2 nodes and this panel free it. when asked: ComfyUI's Free Memory does. always: also any model that needs room.",
+        "never: only the MAGI-2 nodes and the MAGI-2 tab free it. when asked: ComfyUI's Unload Models does too. always: also any model that needs room.",
       onChange: send("give_up"),
     },
     {
-      id: "Magi2.IdleMinutes",
+      id: IDS.idle_minutes,
       name: "Stop idle workers after so many minutes (0: never)",
       type: "number",
       attrs: { min: 0, max: 1440, step: 1 },
@@ -65,6 +68,7 @@ app.registerExtension({
   setup() {
     // the page complains about an event that nobody listens to, and the panel listens only while it is open
     api.addEventListener("magi2.status", () => {});
+    api.addEventListener("reconnected", sendAll);
     let close = () => {};
     app.extensionManager.registerSidebarTab({
       id: "magi2",
@@ -74,7 +78,7 @@ app.registerExtension({
       type: "custom",
       render(element) {
         close();
-        close = createPanel(element, { api, post, texts: texts(language()) });
+        close = createPanel(element, { api, post, texts: texts(app) });
       },
       destroy() {
         close();

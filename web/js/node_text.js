@@ -1,15 +1,10 @@
 // Shows what a node has to say below its widgets: tokens, sizes, warnings, captions. Everything works without it.
 import { app } from "../../../scripts/app.js";
+import { texts } from "./texts.mjs";
 
 const TEXT = "magi2_text";
 const EDIT = "magi2_edit";
 const PROGRESS = "$$node-text-preview"; // the page's own line of progress
-const LABELS = { en: "Edit this caption", zh: "修改这份描述" };
-
-function label() {
-  const language = app.extensionManager?.setting?.get("Comfy.Locale") ?? "en";
-  return LABELS[language] ?? LABELS.en;
-}
 
 function find(node, name) {
   return node.widgets?.find((widget) => widget.name === name);
@@ -56,7 +51,7 @@ function offerEdit(node, caption) {
     node.setDirtyCanvas(true, true);
   };
   const button = notSaved(node.addWidget("button", EDIT, null, take, { serialize: false }));
-  button.label = label();
+  button.label = texts(app).edit;
 }
 
 app.registerExtension({

@@ -1,10 +1,11 @@
-// The panel's words. Node, setting and command texts are in locales/.
+// The words of the panel and of nodes. Node, setting and command texts are in locales/, the English names of the stages
+// in stages/progress.py too.
 
 const EN = {
   rank: "Rank",
   used: "used",
   planned: "planned",
-  present: "there",
+  present: "total",
   log: "Last lines",
   start: "Start",
   startTip: "Start the workers again for the model that ran last",
@@ -14,15 +15,18 @@ const EN = {
   stopTip: "End the workers and free everything they hold",
   noModel: "No model has been used yet",
   noServer: "The server does not answer",
+  edit: "Edit this caption",
   states: { stopped: "stopped", starting: "starting", ready: "ready", busy: "working", unloaded: "weights unloaded" },
   stages: {
     load: "Loading weights",
+    release: "Unloading weights",
     encode_text: "Encoding the prompt",
     encode_image: "Encoding the picture",
     sample: "Sampling",
     refine: "Refining",
     decode_video: "Decoding frames",
     decode_audio: "Decoding sound",
+    write_clip: "Writing the clip",
   },
 };
 
@@ -40,18 +44,23 @@ const ZH = {
   stopTip: "结束工作进程并释放其占用的全部资源",
   noModel: "尚未使用任何模型",
   noServer: "服务器没有响应",
+  edit: "修改这份描述",
   states: { stopped: "已停止", starting: "正在启动", ready: "就绪", busy: "运行中", unloaded: "权重已卸载" },
   stages: {
     load: "加载权重",
+    release: "卸载权重",
     encode_text: "编码提示词",
     encode_image: "编码图片",
     sample: "采样",
     refine: "精修",
     decode_video: "解码画面",
     decode_audio: "解码声音",
+    write_clip: "写入视频",
   },
 };
 
-export function texts(locale) {
+// In the page's language, as far as there is one.
+export function texts(app) {
+  const locale = app.extensionManager?.setting?.get("Comfy.Locale") ?? "en";
   return String(locale).startsWith("zh") ? ZH : EN;
 }
