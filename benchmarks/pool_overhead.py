@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..distributed.exchange import ParallelContext
 from ..distributed.pool import Pool, PoolSpec
+from ..magi2_core.events import SILENT
 
 ENGINE = "magi2_native.benchmarks.pool_overhead:make_engine"
 LAYERS, WIDTH, PAGE = 36, 256, 4096
@@ -39,17 +40,6 @@ class HandOver:
     @property
     def ratio(self) -> float:
         return self.handed / self.copied
-
-
-class NoEvents:
-    def progress(self, stage: str, done: int, total: int, latent: Tensor | None = None) -> None:
-        pass
-
-    def log(self, text: str) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
 
 
 class StepEngine:
@@ -91,7 +81,7 @@ def step_overhead(pool: Pool, steps: int, rounds: int) -> float:
     torch.set_num_threads(1)
     local, added = StepEngine(), []
     for _ in range(rounds):
-        inside = _seconds(lambda: local.run("steps", {"steps": steps}, NoEvents()))
+        inside = _seconds(lambda: local.run("steps", {"steps": steps}, SILENT))
         pooled = _seconds(lambda: pool.submit("steps", {"steps": steps}).result(on_event=lambda _: None))
         added.append((pooled - inside) / steps)
     return statistics.median(added)

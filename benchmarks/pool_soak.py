@@ -27,6 +27,7 @@ from ..distributed.exchange import ParallelContext, all_reduce_sum
 from ..distributed.layout import LayoutError, ParallelLayout
 from ..distributed.pool import Job, JobCancelledError, Pool, PoolSpec, RankError
 from ..distributed.worker import resident_bytes
+from ..magi2_core.events import SILENT
 
 ENGINE = "magi2_native.benchmarks.pool_soak:make_engine"
 LAYERS, WIDTH, PRIME = 6, 4096, 1_000_003
@@ -63,18 +64,10 @@ def make_engine(plan: dict[str, Any], parallel: ParallelContext) -> SoakEngine:
     return SoakEngine(parallel)
 
 
-class NoCheck:
-    def progress(self, *_: object) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-
 def expected(arguments: dict[str, Any]) -> int:
     """The value of a job, computed in this process alone."""
     alone = {**arguments, "pause": 0, "raise_in": None}
-    value: int = SoakEngine(ParallelContext.single()).run("steps", alone, NoCheck())["value"]
+    value: int = SoakEngine(ParallelContext.single()).run("steps", alone, SILENT)["value"]
     return value
 
 
@@ -169,12 +162,8 @@ class MemoryWatch:
 
     def look(self, pool: Pool, number: int) -> None:
         for rank in pool.status()["replicas"][0]["ranks"]:
-            pid = rank["pid"]
-            try:
-                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            except (OSError, IndexError):
-                continue
-            self._compare(f"rank {rank['rank']}", number, pages * os.sysconf("SC_PAGE_SIZE"), pid, after=2)
+            if rank["memory"] is not None:
+                self._compare(f"rank {rank['rank']}", number, rank["memory"]["resident"], rank["pid"], after=2)
         gc.collect()
         self._compare("this process", number, resident_bytes(), 0, after=10)
 
