@@ -46,5 +46,5 @@ class Magi2ImageConditioning(io.ComfyNode):
     @classmethod
     def execute(cls, conditioning: Conditioning, image: Tensor) -> Any:
         result = condition_on_picture(conditioning, image, events=NodeEvents(cls.hidden.unique_id))
-        lines = [*describe_pictures(result), *result["warnings"]]
+        lines = [*describe_pictures(result), f"{result['tokens']} tokens", *result["warnings"]]
         return io.NodeOutput(result, ui=ui.PreviewText("\n".join(lines)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..magi2_core.checkpoint.folder import TEXT_ENCODER
 from ..magi2_core.conditioning.compact import normalise
+from ..magi2_core.conditioning.markdown import render_markdown
 from ..magi2_core.conditioning.markers import insert_marker
 from ..magi2_core.conditioning.prompt import check_text, prepare_prompt
 from ..magi2_core.conditioning.tokenizer import TOKEN_LIMIT, PromptTokenizer
@@ -142,10 +143,14 @@ def _read(text: str) -> dict[str, Any] | None:
         return None
     try:
         caption = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        texts = render_markdown(caption)  # with all that its escapes stand for
+    except RecursionError:
+        raise RequestError("The caption is nested too deeply; mind the brackets there.") from None
+    except ValueError as error:
         raise RequestError(
             f"The caption starts like JSON, but it is none: {error}. Mind commas, quotes and brackets there."
         ) from error
+    check_text(texts, "caption, after reading it as JSON,")
     assert isinstance(caption, dict)
     return caption
 

@@ -246,6 +246,10 @@ def test_the_run_stops_until_the_caption_has_been_edited(graph: Graph) -> None:
         ({"edited_caption": '{"global_layer": {"light": "x"}}', "form": "compact"}, "empty in its compact form"),
         ({"context": "nul \0"}, "The context holds a NUL"),
         ({"edited_caption": "half \ud800"}, "half of a surrogate pair"),
+        ({"edited_caption": '{"global_layer": {"context": "\\ud800"}}'}, "reading it as JSON, holds half of"),
+        ({"caption": '{"global_layer": {"light": "\\u0000"}}', "form": "compact"}, "as JSON, holds a NUL"),
+        ({"edited_caption": f'{{"global_layer": {"[" * 800}{"]" * 800}}}'}, "nested too deeply"),
+        ({"edited_caption": '{"a":' * 100_000}, "nested too deeply"),
         ({"context": "x", "form": "yaml"}, "form is 'yaml'; it must be one of markdown, compact"),
     ],
 )

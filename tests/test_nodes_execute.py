@@ -199,7 +199,9 @@ def test_ten_pictures_come_in_the_references_order(graph: Graph, parts: list[int
     assert conditioning["figures"] == [10, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert [int(picture[0, 0, 0]) for picture in conditioning["pictures"]] == conditioning["figures"]
     assert graph.pools[0].calls[-1][1]["figures"] == conditioning["figures"]
-    assert [line.split(":")[0] for line in result.ui.value.splitlines()] == [f"<Figure {i}>" for i in range(1, 11)]
+    *lines, tokens = result.ui.value.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"<Figure {i}>" for i in range(1, 11)]
+    assert tokens == f"{conditioning['tokens']} tokens"
 
 
 def test_a_picture_node_passes_on_what_the_encoder_warns_of(graph: Graph) -> None:

@@ -215,8 +215,9 @@ def without(caption: dict[str, Any], *path: str) -> str:
         (without(T2V, "global_layer", "aesthetics", "style"), "stop", "global_layer.aesthetics.style: Field required"),
         ('{"global_layer": {}, "dynamic_layer": null}', "stop", "all fields of the caption are empty"),
         ('{"global_layer": ' + "[" * 800 + "1" + "]" * 800 + ', "dynamic_layer": 1}', "stop", ""),
+        ('{"global_layer": {"context": "\\ud83d"}, "dynamic_layer": {}}', "stop", "half of a surrogate pair"),
     ],
-    ids=["talk", "truncated", "list", "empty", "top-level key", "inner field", "all empty", "too deep"],
+    ids=["talk", "truncated", "list", "empty", "top-level key", "inner field", "all empty", "too deep", "surrogate"],
 )
 def test_a_faulty_answer_is_asked_for_once_more(text: str, reason: str, fault: str, events: Watcher) -> None:
     result, server = answer_of(streamed(text, reason=reason), streamed(GOOD), events=events)

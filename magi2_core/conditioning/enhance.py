@@ -213,10 +213,14 @@ def _judge(task: Task, answer: Answer) -> tuple[dict[str, Any] | None, list[str]
     except AnswerError as error:
         return None, [f"{error}{_CUT_OFF.get(answer.finish_reason or '', '')}"]
     try:
-        if not render_markdown(caption):
-            return None, ["all fields of the caption are empty"]
+        shown = render_markdown(caption)
+        check_text(shown, "caption")
     except RecursionError:
         return None, ["the caption is nested too deeply"]
+    except RequestError as error:
+        return None, [str(error)]
+    if not shown:
+        return None, ["all fields of the caption are empty"]
     return caption, caption_problems(task, caption)[:_SHOWN_PROBLEMS]
 
 
