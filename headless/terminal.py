@@ -11,41 +11,10 @@ from typing import Any, Self
 from torch import Tensor
 from tqdm import tqdm
 
-STAGES = {
-    "load": "Loading weights",
-    "write miniature": "Writing weights",
-    "encode_text": "Reading the prompt",
-    "encode_image": "Looking at the picture",
-    "sample": "Sampling",
-    "refine": "Refining",
-    "decode_video": "Decoding the picture",
-    "decode_audio": "Decoding the sound",
-}
+from ..stages.progress import STAGES, TimeLeft
+
 QUIET_SECONDS = 10.0  # between two lines about the same stage, where there is no bar
 JSON_SECONDS = 0.1  # the same for machines: loading reports each of thousands of tensors
-
-
-class TimeLeft:
-    """Estimates the end of a stage from the pace since its first report, which a stage may begin anywhere."""
-
-    def __init__(self) -> None:
-        self._stage, self._total, self._began, self._first, self._done = "", 0, 0.0, 0, 0
-
-    def starts(self, stage: str, done: int, total: int) -> bool:
-        """Take in a report; whether it is the first one of a stage."""
-        starts = stage != self._stage or total != self._total or done < self._done
-        if starts:
-            self._stage, self._total, self._began, self._first = stage, total, time.monotonic(), done
-        self._done = done
-        return starts
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds to the end of the stage; None until its pace is known."""
-        units = self._done - self._first
-        if self._done == self._total:
-            return 0.0
-        return (time.monotonic() - self._began) / units * (self._total - self._done) if units else None
 
 
 class _Shown:

@@ -7,24 +7,15 @@ import time
 
 from torch import Tensor
 
-from ..stages.preview import preview_image
+from ..stages.preview import LONGEST, preview_image
+from ..stages.progress import STAGES, TimeLeft
 from .comfy import ProgressBar, interrupted_check, show_text, wan_colours
 
 logger = logging.getLogger("magi2")
 
 BAR_EVERY_S = 0.1
 PREVIEW_EVERY_S = 2.0
-LONGEST_PREVIEW = 512
-NAMES = {
-    "enhance_prompt": "Waiting for the caption",
-    "load": "Loading weights",
-    "encode_text": "Encoding the prompt",
-    "encode_image": "Encoding the picture",
-    "sample": "Step",
-    "refine": "Refining",
-    "decode_video": "Decoding frames",
-    "decode_audio": "Decoding sound",
-}
+STEPS = ("sample", "refine")  # stages whose single step is worth a number
 
 
 class NodeEvents:
@@ -33,9 +24,7 @@ class NodeEvents:
     def __init__(self, node_id: str | None) -> None:
         self._node_id = node_id
         self._bar = ProgressBar(1)
-        self._stage = ""
-        self._started = 0.0
-        self._first = 0
+        self._left = TimeLeft()
         self._shown = 0.0
         self._previewed = 0.0
         self._frame = 0
@@ -43,12 +32,11 @@ class NodeEvents:
     def progress(self, stage: str, done: int, total: int, latent: Tensor | None = None) -> None:
         """Show the newest state, at most ten times a second, and the last state of every stage."""
         now = time.monotonic()
-        if stage != self._stage:
-            self._stage, self._started, self._first, self._shown = stage, now, done, 0.0
-        if done < total and now - self._shown < BAR_EVERY_S:
+        starts = self._left.starts(stage, done, total)
+        if not starts and done < total and now - self._shown < BAR_EVERY_S:
             return
         self._shown = now
-        show_text(self._line(stage, done, total, now), self._node_id)
+        show_text(self._line(stage, done, total), self._node_id)
         self._bar.update_absolute(done, total, self._preview(latent, now))
 
     def log(self, text: str) -> None:
@@ -60,13 +48,12 @@ class NodeEvents:
         """Raise ComfyUI's interrupt exception if the user cancelled."""
         interrupted_check()
 
-    def _line(self, stage: str, done: int, total: int, now: float) -> str:
-        line = f"{NAMES.get(stage, stage)} {done}/{total}"
-        counted = done - self._first
-        if stage == "sample" and counted > 0 and done < total:
-            each = (now - self._started) / counted
-            line += f", {each:.1f} s/step, {_duration(each * (total - done))} left"
-        return line
+    def _line(self, stage: str, done: int, total: int) -> str:
+        line = f"{STAGES.get(stage, stage)} {done}/{total}"
+        each, left = self._left.each, self._left.seconds
+        if each and stage in STEPS:
+            line += f", {each:.1f} s/step"
+        return f"{line}, {_duration(left)} left" if left else line
 
     def _preview(self, latent: Tensor | None, now: float) -> tuple[str, object, int] | None:
         """A frame of the work so far; each preview shows a later frame, so that the picture moves."""
@@ -77,7 +64,7 @@ class NodeEvents:
             return None
         self._previewed = now
         self._frame += 1
-        return ("JPEG", preview_image(latent, *colours, self._frame), LONGEST_PREVIEW)
+        return ("JPEG", preview_image(latent, *colours, self._frame), LONGEST)
 
 
 def _duration(seconds: float) -> str:

@@ -12,22 +12,18 @@ from torch import Tensor
 LONGEST = 512
 
 
-def preview_frame(latent_CTHW: Tensor, factors: Sequence[Sequence[float]], bias: Sequence[float], frame: int) -> Tensor:
-    """One latent frame as uint8 [h, w, 3] by a linear map of its channels to colours, enlarged to at most 512 px.
+def preview_image(
+    latent_CTHW: Tensor, factors: Sequence[Sequence[float]], bias: Sequence[float], frame: int
+) -> Any:
+    """One latent frame as a PIL image by a linear map of its channels to colours, enlarged to at most 512 px.
 
     `factors` [C, 3] and `bias` [3] map the sampler's latent to -1..1, as ComfyUI's own previews do.
     """
+    from PIL import Image
+
     latent_CHW = latent_CTHW[:, frame % latent_CTHW.shape[1]].float().cpu()
     colours = torch.einsum("chw,cr->rhw", latent_CHW, torch.tensor(factors)) + torch.tensor(bias)[:, None, None]
     scale = max(1, LONGEST // max(colours.shape[1:]))
     enlarged = F.interpolate(colours[None], scale_factor=scale, mode="bilinear", align_corners=False)[0]
-    return ((enlarged + 1) / 2).clamp(0, 1).mul(255).to(torch.uint8).permute(1, 2, 0).contiguous()
-
-
-def preview_image(
-    latent_CTHW: Tensor, factors: Sequence[Sequence[float]], bias: Sequence[float], frame: int
-) -> Any:
-    """The same as a PIL image."""
-    from PIL import Image
-
-    return Image.fromarray(preview_frame(latent_CTHW, factors, bias, frame).numpy())
+    pixels_HWC = ((enlarged + 1) / 2).clamp(0, 1).mul(255).to(torch.uint8).permute(1, 2, 0).contiguous()
+    return Image.fromarray(pixels_HWC.numpy())

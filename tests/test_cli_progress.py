@@ -8,7 +8,8 @@ import sys
 
 import pytest
 from magi2_native.headless import terminal
-from magi2_native.headless.terminal import JsonEvents, TerminalEvents, TimeLeft
+from magi2_native.headless.terminal import JsonEvents, TerminalEvents
+from magi2_native.stages.progress import TimeLeft
 
 
 class Clock:

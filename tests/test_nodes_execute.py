@@ -306,8 +306,8 @@ def test_progress_shows_steps_time_left_and_a_preview_that_moves(
     clock = iter(range(10_000))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
     graph.latent(steps=6)
-    lines = [text for _, text in graph.stub.server.texts if text.startswith("Step")]
-    assert lines[-1] == "Step 6/6"
+    lines = [text for _, text in graph.stub.server.texts if text.startswith("Sampling")]
+    assert lines[-1].startswith("Sampling 6/6, ")
     assert any("s/step" in line and "left" in line for line in lines)
     assert graph.stub.server.progress[-1][:2] == (6, 6)
     previews = [preview for _, _, preview in graph.stub.server.progress if preview is not None]
@@ -315,6 +315,28 @@ def test_progress_shows_steps_time_left_and_a_preview_that_moves(
     kind, picture, longest = previews[0]
     assert kind == "JPEG"
     assert max(picture.size) <= longest == 512
+
+
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [
+        ("refine", "Refining 2/5, 61.0 s/step, 3 min 03 s left"),
+        ("load", "Loading weights 2/5, 3 min 03 s left"),
+        ("something", "something 2/5, 3 min 03 s left"),
+    ],
+)
+def test_every_stage_shows_the_time_left(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch, stage: str, line: str
+) -> None:
+    progress = graph.stub.module("nodes.progress")
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    events = progress.NodeEvents("9")
+    events.progress("sample", 3, 4)
+    for done in range(3):
+        now[0] += 61.0
+        events.progress(stage, done, 5)
+    assert graph.stub.server.texts[-1] == ("9", line)
 
 
 def test_updates_are_at_most_ten_a_second_but_the_last_one_always_comes(graph: Graph) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from magi2_native.headless.run import STEPS
+from magi2_native.magi2_core.engine import CALLS
+from magi2_native.stages.progress import STAGES
 from magi2_native.tests.comfy_stub.fixtures import Graph, graph_in
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,6 +167,14 @@ def test_a_node_and_its_twin_without_comfyui_take_the_same_inputs_with_the_same_
     for name, slot in slots.items():
         if slot.optional:
             assert name in step.extra or parameters[name].default is not inspect.Parameter.empty
+
+
+def test_the_panel_calls_stages_as_nodes_and_commands_do() -> None:
+    script = (ROOT / "web" / "js" / "texts.mjs").read_text(encoding="utf-8")
+    english, chinese = re.findall(r"stages: \{(.*?)\}", script, re.DOTALL)
+    shown = dict(re.findall(r'(\w+): "(.*?)"', english))
+    assert shown == {stage: STAGES[stage] for stage in {*CALLS}}
+    assert re.findall(r"(\w+): ", chinese) == list(shown)
 
 
 @pytest.mark.parametrize("node", NODES)
