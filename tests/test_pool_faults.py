@@ -116,7 +116,7 @@ def test_ranks_that_do_not_stop_after_a_cancel_are_ended_and_shown(
     assert not [pid for pid in workers if running(pid)]
 
 
-def test_a_second_cancel_does_not_wait() -> None:
+def test_a_second_cancel_does_not_wait_and_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with Pool(PoolSpec(ENGINE, grace_seconds=60)) as pool:
         job = pool.submit("hold", {"seconds": 60})
         next(event for event in job.events() if isinstance(event, Progress))
@@ -128,6 +128,8 @@ def test_a_second_cancel_does_not_wait() -> None:
         with pytest.raises(JobCancelledError, match="second cancel"):
             job.result()
         assert time.monotonic() - start < 5
+    (line,) = caplog.messages
+    assert line.endswith("did not stop before the second cancel.")
 
 
 def test_closing_a_pool_ends_the_job_and_the_workers() -> None:
