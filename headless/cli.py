@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,16 @@ class _Terminated(KeyboardInterrupt):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 ended."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments, argparse.Namespace(written=[]))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_Lines()])
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return options.run(options)
     except _Terminated:
-        return _failed("Ended by SIGTERM; nothing was written.", options, 128 + signal.SIGTERM)
+        return _failed(f"Ended by SIGTERM; {_rest(options)}.", options, 128 + signal.SIGTERM)
     except KeyboardInterrupt:
-        return _failed("Interrupted; nothing was written.", options, INTERRUPTED)
-    except (Magi2Error, LayoutError, PoolError) as error:
+        return _failed(f"Interrupted; {_rest(options)}.", options, INTERRUPTED)
+    except (Magi2Error, LayoutError, PoolError, OSError) as error:
         return _failed(str(error), options, 1)
     except Exception as error:
         if not _as_json(options):
@@ -54,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _terminate(*_: object) -> None:
     raise _Terminated
+
+
+def _rest(options: argparse.Namespace) -> str:
+    return "nothing else was written" if options.written else "nothing was written"
 
 
 def _as_json(options: argparse.Namespace) -> bool:
@@ -202,7 +207,8 @@ def _add_queue(commands: Any) -> None:
 
 def _add_workflow_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--set", action="append", default=[], metavar="NODE.INPUT=VALUE", dest="assignments",
-                         help="change an input; the node by id, title or class; may be repeated")
+                         help="change an input; the node by id, title or class; may be repeated, the last one"
+                              " counts")
     command.add_argument("--json", action="store_true", help="progress and result as JSON lines on stdout")
 
 
@@ -218,8 +224,8 @@ def _run(options: argparse.Namespace) -> int:
         (options.models.absolute(),), options.output.absolute(), options.input.absolute(), user=options.settings
     )
     with JsonEvents() if options.json else TerminalEvents() as events:
-        written = run_workflow(workflow, folders, events)
-    return _written(written, options.json)
+        run_workflow(workflow, folders, events, partial(_report, options))
+    return 0
 
 
 def _queue(options: argparse.Namespace) -> int:
@@ -227,19 +233,22 @@ def _queue(options: argparse.Namespace) -> int:
     from .workflow import read_workflow, set_inputs
 
     workflow = read_workflow(options.workflow)
-    set_inputs(workflow, options.assignments)
+    new_inputs = set_inputs(workflow, options.assignments)
     with JsonEvents() if options.json else TerminalEvents() as events:
-        written = queue_workflow(workflow, options.server, options.output, events, files_near=options.workflow.parent)
-    return _written(written, options.json)
-
-
-def _written(files: Sequence[Path], as_json: bool) -> int:
-    for file in files:
-        if as_json:
-            write_json({"event": "result", "path": str(file)})
-        else:
-            print(file)
+        queue_workflow(
+            workflow, options.server, options.output, events, partial(_report, options),
+            files_near=options.workflow.parent, new_inputs=new_inputs,
+        )  # fmt: skip
     return 0
+
+
+def _report(options: argparse.Namespace, file: Path) -> None:
+    """Tell of a file as soon as it is there: what comes later may fail."""
+    options.written.append(file)
+    if _as_json(options):
+        write_json({"event": "result", "path": str(file)})
+    else:
+        print(file, flush=True)
 
 
 def _add_inspect(commands: Any) -> None:
@@ -275,7 +284,7 @@ def _convert(options: argparse.Namespace) -> int:
 
     with TerminalEvents() as events:
         for written in convert(options.checkpoint, events):
-            print(written)
+            _report(options, written)
     return 0
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -25,16 +29,47 @@ def read_image(name: str, folders: Folders) -> Tensor:
     return torch.from_numpy(np.array(read_picture(path))).unsqueeze(0) / 255
 
 
+def check_prefix(filename_prefix: str) -> Path:
+    """The start of a file's name below the output folder; RequestError for one that leaves it (80 line 20)."""
+    relative = Path(filename_prefix.strip().replace("\\", "/"))
+    if relative.is_absolute() or ".." in relative.parts or not relative.name or "\0" in filename_prefix:
+        raise RequestError(f"The file name prefix {filename_prefix!r} names no file below the output folder.")
+    return relative
+
+
 def free_path(prefix: str, suffix: str, output: Path) -> Path:
-    """The next free `prefix_00001_suffix` below `output`; RequestError for a prefix that leaves it (80 line 20)."""
-    relative = Path(prefix.strip().replace("\\", "/"))
-    if relative.is_absolute() or ".." in relative.parts or not relative.name:
-        raise RequestError(f"The file name prefix {prefix!r} leaves the output folder; give a name below it.")
+    """The next free `prefix_00001_suffix` below `output`; RequestError as `check_prefix`."""
+    relative = check_prefix(prefix)
     folder = output / relative.parent
     folder.mkdir(parents=True, exist_ok=True)
     pattern = re.compile(re.escape(relative.name) + r"_(\d+)_")
     numbers = [int(match.group(1)) for file in folder.iterdir() if (match := pattern.match(file.name))]
     return folder / f"{relative.name}_{max(numbers, default=0) + 1:05}_{suffix}"
+
+
+@contextmanager
+def output_folder(output: Path) -> Iterator[Path]:
+    """Make the folder of the results, and in it one for temporary files, so that a clip that was decoded into a file is
+    on the right disk. RequestError if nothing can be written there. A folder that is new and stays empty is removed."""
+    new = not output.exists()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        temp = TemporaryDirectory(prefix=".magi2-", dir=output)
+    except OSError as error:
+        raise RequestError(f"The output folder {output} cannot be written: {error.strerror or error}.") from error
+    try:
+        with temp as name:
+            yield Path(name)
+    finally:
+        if new:
+            with suppress(OSError):
+                output.rmdir()
+
+
+def unused(path: Path) -> Path:
+    """The path itself if nothing is there, or else name-2, name-3 and so on."""
+    names = chain([path], (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
+    return next(each for each in names if not each.exists())
 
 
 def write_video(clip: DecodedClip, path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from ..magi2_core.errors import MissingDependencyError, RequestError
 from ..magi2_core.events import Events
+from .files import output_folder, unused
 from .workflow import Workflow
 
 # inputs that name a file: a local file of that name is uploaded first
@@ -19,12 +21,14 @@ UPLOAD_FOLDER = "magi2"
 
 
 def queue_workflow(
-    workflow: Workflow, server: str, output: Path, events: Events, *, files_near: Path | None = None
-) -> list[Path]:
+    workflow: Workflow, server: str, output: Path, events: Events, on_file: Callable[[Path], None] = lambda path: None,
+    *, files_near: Path | None = None, new_inputs: Iterable[tuple[str, str]] = (),
+) -> list[Path]:  # fmt: skip
     """Upload inputs, submit, show progress, download what was saved; return the files.
 
-    `files_near` is a folder in which input files are looked for besides the current one. Ctrl-C interrupts the prompt
-    on the server. Raises RequestError with the server's words for everything that goes wrong.
+    `on_file` hears of each file as soon as it is there. `files_near` is a folder in which input files are looked for
+    besides the current one. `new_inputs` are (node, input) that `set_inputs` added. Ctrl-C interrupts the prompt on the
+    server. Raises RequestError with the server's words for everything that goes wrong.
     """
     try:
         import aiohttp
@@ -34,27 +38,43 @@ def queue_workflow(
     if "://" not in base:
         base = f"http://{base}"
     try:
-        return asyncio.run(_queue(aiohttp, workflow, base, output, events, files_near))
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        with output_folder(output):
+            return asyncio.run(_queue(aiohttp, workflow, base, output, events, on_file, files_near, new_inputs))
+    except (aiohttp.ClientError, OSError, TimeoutError, json.JSONDecodeError) as error:
         raise RequestError(f"The server {base} does not answer as ComfyUI does: {error}.") from error
 
 
 async def _queue(
-    aiohttp: Any, workflow: Workflow, base: str, output: Path, events: Events, files_near: Path | None
-) -> list[Path]:
+    aiohttp: Any, workflow: Workflow, base: str, output: Path, events: Events, on_file: Callable[[Path], None],
+    files_near: Path | None, new_inputs: Iterable[tuple[str, str]],
+) -> list[Path]:  # fmt: skip
     client_id = uuid.uuid4().hex
     timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=None)
     async with aiohttp.ClientSession(timeout=timeout) as session:
+        await _check_new_inputs(session, workflow, base, new_inputs)
         await _upload_inputs(aiohttp, session, workflow, base, files_near, events)
         # listen before submitting, so that no message is missed
-        async with session.ws_connect(f"{base}/ws?clientId={client_id}", max_msg_size=0) as socket:
+        async with session.ws_connect(f"{base}/ws?clientId={client_id}", max_msg_size=0, heartbeat=60) as socket:
             prompt_id = await _submit(session, workflow, base, client_id)
             try:
-                await _follow(aiohttp, session, socket, workflow, prompt_id, base, events)
+                await _tell_place(session, base, prompt_id, events)
+                await _follow(aiohttp, socket, workflow, prompt_id, events)
+                await _wait_for_record(session, base, prompt_id)
             except BaseException:
                 await asyncio.shield(_withdraw(session, base, prompt_id))
                 raise
-        return await _download(session, base, prompt_id, output, events)
+        return await _download(session, base, prompt_id, output, events, on_file)
+
+
+async def _check_new_inputs(session: Any, workflow: Workflow, base: str, inputs: Iterable[tuple[str, str]]) -> None:
+    """RequestError for an input that was set and that the node does not have: the server would pass over it."""
+    for node_id, name in inputs:
+        kind = workflow[node_id]["class_type"]
+        async with session.get(f"{base}/object_info/{quote(kind)}") as answer:
+            info = (await answer.json()).get(kind)
+        known = [each for part in ("required", "optional") for each in (info or {}).get("input", {}).get(part, {})]
+        if info and name not in known:
+            raise RequestError(f"{kind} (node {node_id}) has no input {name}; it has {', '.join(known)}.")
 
 
 async def _upload_inputs(
@@ -66,7 +86,8 @@ async def _upload_inputs(
                 continue
             found = next((path for folder in (Path(), near) if folder and (path := folder / value).is_file()), None)
             if found is None:
-                continue  # the server may have a file of that name
+                events.log(f"There is no file {value} here to upload; the server must have it.")
+                continue
             form = aiohttp.FormData()
             form.add_field("image", found.read_bytes(), filename=found.name)
             form.add_field("type", "input")
@@ -94,21 +115,29 @@ async def _submit(session: Any, workflow: Workflow, base: str, client_id: str) -
     return str(content["prompt_id"])
 
 
+async def _tell_place(session: Any, base: str, prompt_id: str, events: Events) -> None:
+    waiting = await _waiting(session, base)
+    if ahead := sum(number < waiting.get(prompt_id, 0) for number in waiting.values()):
+        events.log(f"Queued; {ahead} before it.")
+
+
 def _node_errors(node_errors: dict[str, Any], workflow: Workflow) -> list[str]:
     lines = []
     for node_id, entry in node_errors.items():
         name = entry.get("class_type") or workflow.get(node_id, {}).get("class_type", "?")
-        lines += [
-            f"  node {node_id} ({name}): {error.get('details') or error.get('message')}"
-            for error in entry.get("errors", [])
-        ]
-    return lines
+        lines += [f"  node {node_id} ({name}): {_words(error)}" for error in entry.get("errors", [])]
+    return list(dict.fromkeys(lines))
 
 
-async def _follow(
-    aiohttp: Any, session: Any, socket: Any, workflow: Workflow, prompt_id: str, base: str, events: Events
-) -> None:
-    """Pass progress on until the prompt has ended; RequestError if it failed."""
+def _words(error: dict[str, Any]) -> str:
+    text = str(error.get("details") or error.get("message"))
+    if error.get("type") == "custom_validation_failed":  # said of the node, and repeated for each of its inputs
+        text = text.partition(" - ")[2] or text
+    return text
+
+
+async def _follow(aiohttp: Any, socket: Any, workflow: Workflow, prompt_id: str, events: Events) -> None:
+    """Pass progress on until the prompt or the connection has ended; RequestError if it failed."""
     async for message in socket:
         events.check()
         if message.type is not aiohttp.WSMsgType.TEXT:
@@ -131,20 +160,23 @@ async def _follow(
                 raise RequestError("The prompt was interrupted on the server.")
             case "execution_success":
                 return
-    # the connection ended; the prompt may go on, so ask until it has
-    await _wait_without_socket(session, base, prompt_id)
 
 
-async def _wait_without_socket(session: Any, base: str, prompt_id: str) -> None:
+async def _wait_for_record(session: Any, base: str, prompt_id: str) -> None:
+    """Wait until the history has the prompt: a moment after its end, or longer if the connection was lost before."""
     while True:
         if await _history(session, base, prompt_id) is not None:
             return
-        async with session.get(f"{base}/queue") as answer:
-            queue = await answer.json()
-        waiting = [entry[1] for entry in (*queue["queue_running"], *queue["queue_pending"])]
-        if prompt_id not in waiting and await _history(session, base, prompt_id) is None:
+        if prompt_id not in await _waiting(session, base) and await _history(session, base, prompt_id) is None:
             raise RequestError("The server has lost the prompt; it was restarted or its queue was cleared.")
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.3)
+
+
+async def _waiting(session: Any, base: str) -> dict[str, float]:
+    """The prompts that run or wait, and their numbers: the smallest comes first."""
+    async with session.get(f"{base}/queue") as answer:
+        queue = await answer.json()
+    return {entry[1]: entry[0] for entry in (*queue["queue_running"], *queue["queue_pending"])}
 
 
 async def _history(session: Any, base: str, prompt_id: str) -> Any:
@@ -165,7 +197,9 @@ async def _withdraw(session: Any, base: str, prompt_id: str) -> None:
         pass
 
 
-async def _download(session: Any, base: str, prompt_id: str, output: Path, events: Events) -> list[Path]:
+async def _download(
+    session: Any, base: str, prompt_id: str, output: Path, events: Events, on_file: Callable[[Path], None]
+) -> list[Path]:
     entry = await _history(session, base, prompt_id)
     if entry is None:
         raise RequestError("The server has no record of the prompt; its history may have been cleared.")
@@ -175,16 +209,16 @@ async def _download(session: Any, base: str, prompt_id: str, output: Path, event
             raise RequestError(f"{data.get('node_type')} failed: {data.get('exception_message')}")
         if kind == "execution_interrupted":
             raise RequestError("The prompt was interrupted on the server.")
-    output.mkdir(parents=True, exist_ok=True)
     written = []
     for found in saved_files(entry.get("outputs") or {}):
         query = "&".join(f"{key}={quote(str(found.get(key, '')))}" for key in ("filename", "subfolder", "type"))
-        target = output / Path(found["filename"]).name
+        target = unused(output / Path(found["filename"]).name)
         async with session.get(f"{base}/view?{query}") as answer:
             if answer.status != 200:
                 raise RequestError(f"The server does not hand out {found['filename']} (status {answer.status}).")
             await _write(answer.content.iter_chunked(1 << 20), target)
         written.append(target)
+        on_file(target)
     if not written:
         events.log("The workflow saved no file.")
     return written

@@ -5,116 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-
-from torch import Tensor
 
 from ..magi2_core.errors import RequestError, check_choice
 from ..magi2_core.events import Events
-from ..stages.caption import Captioned, make_caption
-from ..stages.checkpoint import load_checkpoint
-from ..stages.decode import decode
-from ..stages.enhance import enhance_prompt
 from ..stages.folders import Folders
-from ..stages.latent import join_latent, load_latent, split_latent, write_latent
 from ..stages.manager import manager
-from ..stages.prompt import condition_on_picture, encode_prompt
-from ..stages.refine import refine
-from ..stages.sample import OPTION_FIELDS, sample, sampler_options
-from ..stages.values import ClipLatent, DecodedClip
-from .files import free_path, read_image, write_video
+from ..stages.values import Model
+from .files import output_folder
+from .steps import GIVEN, STEPS, Input
 from .workflow import Workflow, is_link
 
-
-@dataclass(frozen=True)
-class Step:
-    """How a node class runs: a function that takes its inputs by name, and its outputs from what that returns.
-
-    A function that has parameters `events`, `folders` or `workflow` is given them. `extra` are names of inputs that the
-    function takes without naming them. `ends` marks nodes that a run is for.
-    """
-
-    function: Callable[..., Any]
-    outputs: Callable[[Any], tuple[Any, ...]] = lambda result: (result,)
-    extra: tuple[str, ...] = ()
-    ends: bool = False
-
-    def parameters(self) -> dict[str, inspect.Parameter]:
-        """The inputs that the function names."""
-        given = ("events", "folders", "workflow")
-        return {
-            name: parameter
-            for name, parameter in inspect.signature(self.function).parameters.items()
-            if name not in given and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        }
-
-
-def save_latent(
-    magi2_latent: ClipLatent, filename_prefix: str = "magi2/latent", *, folders: Folders, workflow: Workflow
-) -> Path:
-    """Write a latent below the output folder, numbered as ComfyUI does."""
-    path = free_path(filename_prefix, ".safetensors", folders.output)
-    write_latent(magi2_latent, path, {"prompt": workflow})
-    return path
-
-
-def save_video(
-    video: DecodedClip, filename_prefix: str = "video/magi2", format: str = "auto", codec: str = "auto", *,
-    folders: Folders,
-) -> Path:  # fmt: skip
-    """Write an mp4 below the output folder, numbered as ComfyUI does."""
-    check_choice("format", format, ("auto", "mp4"))
-    check_choice("codec", codec, ("auto", "h264"))
-    if not isinstance(video, DecodedClip) or video.frames is video.file is None:
-        raise RequestError("SaveVideo needs the video output of Magi2Decode, decoded with its picture.")
-    path = free_path(filename_prefix, ".mp4", folders.output)
-    write_video(video, path)
-    return path
-
-
-def load_image(image: str, upload: str = "image", *, folders: Folders) -> Tensor:
-    """A picture of the input folder as IMAGE [1, H, W, 3]."""
-    return read_image(image, folders)
-
-
-def unload_workers(what: str = "workers", after: Any = None) -> Any:
-    """Free what the workers hold; `after` passes through."""
-    check_choice("what", what, ("weights", "workers"))
-    manager.stop() if what == "workers" else manager.unload()
-    return after
-
-
-def caption_outputs(made: Captioned) -> tuple[str, str]:
-    """The outputs of Magi2Caption; RequestError if it waits for somebody to edit the caption."""
-    if made.stopped:
-        raise RequestError(
-            "Magi2Caption waits for its caption to be edited (stop_to_edit is on). Turn that off, or give it as"
-            f" edited_caption; it is:\n{made.caption}"
-        )
-    return made.prompt, made.caption
-
-
-STEPS: dict[str, Step] = {
-    "Magi2LoadCheckpoint": Step(load_checkpoint, lambda model: (model, model.plan.describe())),
-    "Magi2EnhancePrompt": Step(enhance_prompt, lambda made: (made.prompt, made.caption_json or made.prompt)),
-    "Magi2Caption": Step(make_caption, caption_outputs),
-    "Magi2EncodePrompt": Step(encode_prompt),
-    "Magi2ImageConditioning": Step(condition_on_picture),
-    "Magi2SamplerOptions": Step(sampler_options, extra=tuple(field.name for field in OPTION_FIELDS)),
-    "Magi2Sampler": Step(sample),
-    "Magi2Refine": Step(refine),
-    "Magi2Decode": Step(decode, lambda clip: (clip.frames, clip.waveform, clip, float(clip.fps))),
-    "Magi2SplitLatent": Step(split_latent),
-    "Magi2JoinLatent": Step(join_latent),
-    "Magi2LoadLatent": Step(load_latent),
-    "Magi2SaveLatent": Step(save_latent, lambda path: (), ends=True),
-    "Magi2UnloadWorkers": Step(unload_workers, ends=True),
-    "LoadImage": Step(load_image, lambda image: (image, None)),
-    "SaveVideo": Step(save_video, lambda path: (), ends=True),
-}
+# What a value that is written in the workflow must be, and its name for people.
+CONSTANTS: dict[str, tuple[tuple[type, ...], str]] = {
+    "INT": ((int,), "a whole number"), "FLOAT": ((int, float), "a number"), "STRING": ((str,), "text"),
+    "BOOLEAN": ((bool,), "true or false"),
+}  # fmt: skip
 
 
 @dataclass
@@ -122,15 +29,18 @@ class _Run:
     workflow: Workflow
     folders: Folders
     events: Events
+    on_file: Callable[[Path], None]
     results: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    written: list[Path] = field(default_factory=list)
+
+
+# ---- before anything runs
 
 
 def check_workflow(workflow: Workflow) -> list[str]:
-    """The ids of the nodes to run for, after refusing everything that can be refused before work begins.
+    """The ids of the nodes to run for, after refusing everything that the workflow alone tells.
 
-    Raises RequestError for unknown nodes (all of them, by name), unknown or missing inputs, links that lead nowhere or
-    in a circle, and a workflow that saves nothing.
+    Raises RequestError for unknown nodes (all of them, by name), unknown or missing inputs, values and links of a wrong
+    type, links that lead nowhere or in a circle, and a workflow that saves nothing.
     """
     unknown = sorted({node["class_type"] for node in workflow.values()} - set(STEPS))
     if unknown:
@@ -138,8 +48,8 @@ def check_workflow(workflow: Workflow) -> list[str]:
             f"`magi2 run` does not know {', '.join(unknown)}. It runs {', '.join(sorted(STEPS))}; queue other nodes on"
             " a ComfyUI server with `magi2 queue`."
         )
-    for node_id, node in workflow.items():
-        _check_inputs(node_id, node, workflow)
+    for node_id in workflow:
+        _check_inputs(node_id, workflow)
     for node_id in workflow:
         _check_circle(node_id, workflow, ())
     ends = [node_id for node_id, node in workflow.items() if STEPS[node["class_type"]].ends]
@@ -148,21 +58,56 @@ def check_workflow(workflow: Workflow) -> list[str]:
     return ends
 
 
-def _check_inputs(node_id: str, node: dict[str, Any], workflow: Workflow) -> None:
-    step, name = STEPS[node["class_type"]], f"{node['class_type']} (node {node_id})"
-    parameters = step.parameters()
-    strange = sorted(set(node["inputs"]) - set(parameters) - set(step.extra))
-    if strange:
-        raise RequestError(f"{name} has no input {', '.join(strange)}; it has {', '.join([*parameters, *step.extra])}.")
+def _name(node_id: str, workflow: Workflow) -> str:
+    return f"{workflow[node_id]['class_type']} (node {node_id})"
+
+
+def _check_inputs(node_id: str, workflow: Workflow) -> None:
+    node, name = workflow[node_id], _name(node_id, workflow)
+    step = STEPS[node["class_type"]]
+    inputs = step.inputs()
+    if strange := sorted(set(node["inputs"]) - set(inputs)):
+        raise RequestError(f"{name} has no input {', '.join(strange)}; it has {', '.join(inputs)}.")
     missing = [
-        key for key, parameter in parameters.items()
-        if parameter.default is inspect.Parameter.empty and key not in node["inputs"]
-    ]  # fmt: skip
+        key for key, slot in inputs.items() if slot.default is inspect.Parameter.empty and key not in node["inputs"]
+    ]
     if missing:
         raise RequestError(f"{name} lacks its input {', '.join(missing)}.")
     for key, value in node["inputs"].items():
-        if is_link(value) and value[0] not in workflow:
-            raise RequestError(f"{key} of {name} is linked to node {value[0]}, which is not in the workflow.")
+        if is_link(value):
+            _check_link(f"{key} of {name}", inputs[key], value, workflow)
+            continue
+        _check_constant(f"{key} of {name}", inputs[key], value)
+        if key in step.choices:
+            check_choice(f"{key} of {name}", value, step.choices[key])
+
+
+def _check_link(what: str, slot: Input, link: list[Any], workflow: Workflow) -> None:
+    source, number = link
+    if source not in workflow:
+        raise RequestError(f"{what} is linked to node {source}, which is not in the workflow.")
+    outputs = STEPS[workflow[source]["class_type"]].output_types()
+    if not 0 <= number < len(outputs):
+        raise RequestError(f"{what} is linked to output {number} of {_name(source, workflow)}, which it has not.")
+    if not slot.types & {"*", outputs[number]} and outputs[number] != "*":
+        raise RequestError(
+            f"{what} takes {_words(slot.types)}, but output {number} of {_name(source, workflow)} is {outputs[number]}."
+        )
+
+
+def _check_constant(what: str, slot: Input, value: Any) -> None:
+    if "*" in slot.types or (value is None and "NONE" in slot.types):
+        return
+    wanted = [CONSTANTS[each] for each in sorted(slot.types) if each in CONSTANTS]
+    if not wanted:
+        raise RequestError(f"{what} is {value!r}; it must be linked to a node that gives {_words(slot.types)}.")
+    # to Python a bool is a whole number
+    if not any(isinstance(value, kinds) and isinstance(value, bool) is (bool in kinds) for kinds, _ in wanted):
+        raise RequestError(f"{what} is {value!r}; it must be {' or '.join(words for _, words in wanted)}.")
+
+
+def _words(types: frozenset[str]) -> str:
+    return " or ".join(sorted(types - {"NONE"}))
 
 
 def _check_circle(node_id: str, workflow: Workflow, above: tuple[str, ...]) -> None:
@@ -173,19 +118,72 @@ def _check_circle(node_id: str, workflow: Workflow, above: tuple[str, ...]) -> N
             _check_circle(value[0], workflow, (*above, node_id))
 
 
-def run_workflow(workflow: Workflow, folders: Folders, events: Events) -> list[Path]:
-    """Run a workflow to its end and return the files that it wrote. Workers end with it, whatever happens."""
+# ---- the run
+
+
+def run_workflow(
+    workflow: Workflow, folders: Folders, events: Events, on_file: Callable[[Path], None] = lambda path: None
+) -> list[Path]:
+    """Run a workflow to its end and return the files that it wrote; `on_file` hears of each as soon as it is there.
+
+    Whatever can be refused is refused before workers start, and the workers end with the run, whatever happens.
+    """
     ends = check_workflow(workflow)
-    folders.output.mkdir(parents=True, exist_ok=True)
-    # beside the results, so that a clip that was decoded into a file is moved to its name in one step
-    with TemporaryDirectory(prefix=".magi2-", dir=folders.output) as temp:
-        run = _Run(workflow, replace(folders, temp=Path(temp)), events)
-        try:
+    written: list[Path] = []
+
+    def note(path: Path) -> None:
+        written.append(path)
+        on_file(path)
+
+    run = _Run(workflow, folders, events, note)
+    try:
+        _prepare(ends, run)
+        with output_folder(folders.output) as temp:
+            run.folders = replace(folders, temp=temp)
             for node_id in ends:
                 _execute(node_id, run)
-        finally:
-            manager.stop()
-    return run.written
+    finally:
+        manager.stop()
+    return written
+
+
+def _prepare(ends: list[str], run: _Run) -> None:
+    """Run the nodes that need no workers, say what will run where, and make all checks that can be made by then."""
+    used = _used(ends, run.workflow)
+    for node_id in used:
+        node = run.workflow[node_id]
+        if STEPS[node["class_type"]].early and not any(map(is_link, node["inputs"].values())):
+            _execute(node_id, run)
+    for outputs in run.results.values():
+        if isinstance(outputs[0], Model):
+            run.events.log(outputs[0].plan.describe())
+    for node_id in used:
+        _check_known(node_id, run)
+
+
+def _used(ends: list[str], workflow: Workflow) -> list[str]:
+    """The nodes that something which is saved depends on, in the workflow's order."""
+    used, waiting = set(ends), list(ends)
+    while waiting:
+        links = {value[0] for value in workflow[waiting.pop()]["inputs"].values() if is_link(value)}
+        waiting += links - used
+        used |= links
+    return [node_id for node_id in workflow if node_id in used]
+
+
+def _check_known(node_id: str, run: _Run) -> None:
+    """Make a node's checks, as far as its inputs are written in the workflow, left out, or there already."""
+    node = run.workflow[node_id]
+    step = STEPS[node["class_type"]]
+    inputs = step.inputs()
+    known = {name: slot.default for name, slot in inputs.items() if name not in node["inputs"]}
+    for name, value in node["inputs"].items():
+        if not is_link(value) or value[0] in run.results:
+            known[name] = _value(value, node_id, name, run)
+    for check in step.checks:
+        names = [name for name in inspect.signature(check).parameters if name in inputs]
+        if all(name in known for name in names):
+            check(**{name: known[name] for name in names})
 
 
 def _execute(node_id: str, run: _Run) -> tuple[Any, ...]:
@@ -194,21 +192,22 @@ def _execute(node_id: str, run: _Run) -> tuple[Any, ...]:
         step = STEPS[node["class_type"]]
         inputs = {name: _value(value, node_id, name, run) for name, value in node["inputs"].items()}
         run.events.check()
-        given = {"events": run.events, "folders": run.folders, "workflow": run.workflow}
         wanted = inspect.signature(step.function).parameters
-        function = partial(step.function, **{name: value for name, value in given.items() if name in wanted})
-        result = function(**inputs)
+        given = {name: getattr(run, name) for name in GIVEN if name in wanted}
+        result = step.function(**inputs, **given)
         if isinstance(result, Path):
-            run.written.append(result)
-        run.results[node_id] = step.outputs(result)
+            run.on_file(result)
+        run.results[node_id] = step.split(result)
     return run.results[node_id]
 
 
 def _value(value: Any, node_id: str, name: str, run: _Run) -> Any:
     if not is_link(value):
         return value
-    outputs = _execute(value[0], run)
-    if not 0 <= value[1] < len(outputs):
-        source = run.workflow[value[0]]["class_type"]
-        raise RequestError(f"{name} of node {node_id} is linked to output {value[1]} of {source}, which it has not.")
-    return outputs[value[1]]
+    result = _execute(value[0], run)[value[1]]
+    if result is None and not STEPS[run.workflow[node_id]["class_type"]].inputs()[name].types & {"*", "NONE"}:
+        raise RequestError(
+            f"{name} of {_name(node_id, run.workflow)} is linked to output {value[1]} of"
+            f" {_name(value[0], run.workflow)}, which was not made this time; see that node's settings."
+        )
+    return result

@@ -34,17 +34,20 @@ def read_workflow(path: Path) -> Workflow:
     return content
 
 
-def set_inputs(workflow: Workflow, assignments: Iterable[str]) -> None:
+def set_inputs(workflow: Workflow, assignments: Iterable[str]) -> list[tuple[str, str]]:
     """Apply `node.input=value` assignments; the node is named by id, title or class, the value is JSON or else text.
 
-    RequestError if the node is not there or not unique, or is linked to another node at that input.
+    Returns (node id, input) of those that were not in the workflow before. RequestError if the node is not there or not
+    unique, or is linked to another node at that input.
     """
+    new = []
     for assignment in assignments:
         target, equals, text = assignment.partition("=")
         node_name, dot, name = target.rpartition(".")
         if not equals or not dot or not node_name or not name:
             raise RequestError(f"{assignment!r} cannot be set; write node.input=value, for example 5.seed=7.")
-        node = workflow[find_node(workflow, node_name.strip())]
+        node_id = find_node(workflow, node_name.strip())
+        node = workflow[node_id]
         try:
             value = json.loads(text)
         except json.JSONDecodeError:
@@ -55,7 +58,10 @@ def set_inputs(workflow: Workflow, assignments: Iterable[str]) -> None:
             value = text  # a prompt "42" stays a text
         if is_link(node["inputs"].get(name)):
             raise RequestError(f"{name} of {node_name} comes from another node; it cannot be set.")
+        if name not in node["inputs"]:
+            new.append((node_id, name))
         node["inputs"][name] = value
+    return new
 
 
 def find_node(workflow: Workflow, name: str) -> str:

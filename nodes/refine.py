@@ -6,9 +6,8 @@ from typing import Any
 
 from ..magi2_core.refiner.stage import NOISE_LEVELS, RefinerSettings
 from ..magi2_core.refiner.window_attention import BACKENDS
-from ..magi2_core.sampling.noise import check_seed
 from ..stages.checkpoint import check_refiner
-from ..stages.refine import CLIPS_OWN, LARGEST_SIDE, refine, refined_size, refiner_settings
+from ..stages.refine import CLIPS_OWN, LARGEST_SIDE, check_refiner_seed, refine, refiner_settings
 from ..stages.sample import MOST_STEPS
 from ..stages.values import ClipLatent, Conditioning, Model
 from .checks import first_sentence, sentence_of
@@ -184,21 +183,20 @@ class Magi2Refine(io.ComfyNode):
     ) -> bool | str:
         settings = {
             "steps": steps,
-            "shift": shift,
+            "video_guidance": video_guidance,
             "noise_value": noise_value,
-            "video_txt_guidance_scale": video_guidance,
-            "audio_txt_guidance_scale": audio_guidance,
+            "shift": shift,
             "audio_noise_scale": audio_noise_scale,
+            "audio_guidance": audio_guidance,
             "cfg_trick_start_frame": cfg_trick_start_frame,
             "cfg_trick_value": cfg_trick_value,
             "attention": attention,
         }
-        known: dict[str, Any] = {"steps": DEFAULTS.steps}
-        known |= {name: value for name, value in settings.items() if value is not None}
+        known: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
         return first_sentence(
-            sentence_of(lambda: refiner_settings(DEFAULTS.width, DEFAULTS.height, **known)),
-            sentence_of(lambda w, h: refined_size(DEFAULTS.width, DEFAULTS.height, w, h), width, height),
-            sentence_of(check_seed, None if refiner_seed == CLIPS_OWN else refiner_seed),
+            sentence_of(lambda: refiner_settings(**known)),
+            sentence_of(lambda w, h: refiner_settings(width=w, height=h), width, height),
+            sentence_of(check_refiner_seed, refiner_seed),
         )
 
     @classmethod

@@ -69,12 +69,14 @@ def decode(
     return DecodedClip(None, waveform, rate, fps, file, size, count)
 
 
-def check_output_size(width: int, height: int) -> None:
+def check_output_size(output_width: int, output_height: int) -> None:
     """RequestError unless the frames can be rescaled to this size for a video; 0x0 leaves them as they are."""
-    if (width == 0) != (height == 0):
-        raise RequestError(f"The output size is {width}x{height}; give both sides, or 0 for both to keep the clip's.")
-    if width and (width % 2 or height % 2 or not 2 <= min(width, height) <= max(width, height) <= LARGEST_SIDE):
-        raise RequestError(f"The output size is {width}x{height}; both sides must be even and 2 to {LARGEST_SIDE}.")
+    size = f"The output size is {output_width}x{output_height}"
+    if (output_width == 0) != (output_height == 0):
+        raise RequestError(f"{size}; give both sides, or 0 for both to keep the clip's.")
+    sides = (output_width, output_height)
+    if output_width and (any(side % 2 for side in sides) or not 2 <= min(sides) <= max(sides) <= LARGEST_SIDE):
+        raise RequestError(f"{size}; both sides must be even and 2 to {LARGEST_SIDE}.")
 
 
 def image_bytes(width: int, height: int, frames: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 import torch
 
@@ -38,11 +37,38 @@ def refined_size(latent_width: int, latent_height: int, width: int, height: int)
     return orient(refined, "landscape" if latent_width >= latent_height else "portrait")
 
 
-def refiner_settings(width: int, height: int, steps: int, **others: Any) -> RefinerSettings:
-    """The settings of the stage; RequestError if any of them cannot be used."""
+def refiner_settings(
+    steps: int = 5,
+    video_guidance: float = 2.0,
+    noise_value: int = 220,
+    shift: float = 5.0,
+    width: int = 0,
+    height: int = 0,
+    audio_noise_scale: float = -1.0,
+    audio_guidance: float = 5.0,
+    use_cfg_trick: bool = False,
+    cfg_trick_start_frame: int = 13,
+    cfg_trick_value: float = 2.0,
+    attention: str = "auto",
+    *,
+    latent_size: tuple[int, int] = (2, 1),
+) -> RefinerSettings:
+    """The settings of the stage for latents of (width, height); RequestError if any of them cannot be used."""
     if isinstance(steps, int) and steps > MOST_STEPS:
         raise RequestError(f"The number of steps is {steps}; it must be at most {MOST_STEPS}.")
-    return RefinerSettings(width=width, height=height, steps=steps, **others)
+    width, height = refined_size(*latent_size, width, height)
+    return RefinerSettings(
+        width=width, height=height, steps=steps, shift=shift, noise_value=noise_value,
+        video_txt_guidance_scale=video_guidance, audio_txt_guidance_scale=audio_guidance,
+        audio_noise_scale=audio_noise_scale, use_cfg_trick=use_cfg_trick, cfg_trick_start_frame=cfg_trick_start_frame,
+        cfg_trick_value=cfg_trick_value, attention=attention,
+    )  # fmt: skip
+
+
+def check_refiner_seed(refiner_seed: int) -> None:
+    """RequestError unless it is a seed, or stands for the clip's own."""
+    if refiner_seed != CLIPS_OWN:
+        check_seed(refiner_seed)
 
 
 def refine(
@@ -75,11 +101,9 @@ def refine(
         raise RequestError("This latent has been refined already; connect the one of Magi2Sampler.")
     if not torch.isfinite(video).all() or not torch.isfinite(audio).all():
         raise RequestError("The latent holds NaN or infinite values, so there is nothing to refine.")
-    size = refined_size(video.shape[3], video.shape[2], width, height)
     settings = refiner_settings(
-        *size, steps, shift=shift, noise_value=noise_value, video_txt_guidance_scale=video_guidance,
-        audio_txt_guidance_scale=audio_guidance, audio_noise_scale=audio_noise_scale, use_cfg_trick=use_cfg_trick,
-        cfg_trick_start_frame=cfg_trick_start_frame, cfg_trick_value=cfg_trick_value, attention=attention,
+        steps, video_guidance, noise_value, shift, width, height, audio_noise_scale, audio_guidance, use_cfg_trick,
+        cfg_trick_start_frame, cfg_trick_value, attention, latent_size=(video.shape[3], video.shape[2]),
     )  # fmt: skip
     seed = meta.get("seed", 0) if refiner_seed == CLIPS_OWN else refiner_seed
     check_seed(seed)
@@ -100,5 +124,5 @@ def refine(
         },
         events,
     )
-    meta = {**meta, "width": size[0], "height": size[1], "fps": str(REFINED_FPS), "refined": request}
+    meta = {**meta, "width": settings.width, "height": settings.height, "fps": str(REFINED_FPS), "refined": request}
     return {"video": refined["video"].contiguous(), "audio": audio, "meta": meta}

@@ -145,7 +145,7 @@ def test_every_command_with_texts_of_the_user_takes_the_same_settings(
 ) -> None:
     given: list[Any] = []
 
-    def run_workflow(workflow: Any, folders: Any, events: Any) -> list[Path]:
+    def run_workflow(workflow: Any, folders: Any, *_: Any) -> list[Path]:
         given.append(folders.user)
         return []
 

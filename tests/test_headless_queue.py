@@ -32,11 +32,14 @@ class Comfy:
         self.hold = False
         self.drop_socket = False
         self.content = b"mp4 bytes"
+        self.late = 0  # how often the history is asked before it has the prompt
+        self.waiting: list[tuple[int, str]] = []
         app = web.Application()
         app.add_routes([
             web.get("/ws", self.ws), web.post("/prompt", self.prompt), web.get("/history/{id}", self.history),
             web.get("/view", self.view), web.post("/upload/image", self.upload), web.get("/queue", self.queue),
             web.post("/queue", self.note), web.post("/interrupt", self.note),
+            web.get("/object_info/{kind}", self.object_info),
         ])  # fmt: skip
         self.loop = asyncio.new_event_loop()
         self.runner = web.AppRunner(app)
@@ -86,6 +89,9 @@ class Comfy:
             await socket.close()
 
     async def history(self, request: Any) -> Any:
+        if self.late:
+            self.late -= 1
+            return web.json_response({})
         clip = {"filename": "a b.mp4", "subfolder": "video", "type": "output"}
         preview = {"filename": "p.png", "subfolder": "", "type": "temp"}
         output = {"5": {"images": [clip], "animated": [True]}, "7": {"images": [preview], "text": ["hi"]}}
@@ -101,7 +107,12 @@ class Comfy:
         return web.json_response({"name": "renamed.png", "subfolder": form["subfolder"], "type": "input"})
 
     async def queue(self, request: Any) -> Any:
-        return web.json_response({"queue_running": [], "queue_pending": []})
+        running = [(9, PROMPT_ID)] if self.late else []
+        return web.json_response({"queue_running": running, "queue_pending": self.waiting})
+
+    async def object_info(self, request: Any) -> Any:
+        inputs = {"required": {"model": ["MAGI2_MODEL"], "steps": ["INT"]}, "optional": {"options": ["X"]}}
+        return web.json_response({request.match_info["kind"]: {"input": inputs}})
 
     async def note(self, request: Any) -> Any:
         self.seen.append((request.path, await request.json()))
@@ -111,6 +122,10 @@ class Comfy:
 class Recording(Silent):
     def __init__(self) -> None:
         self.ticks: list[tuple[str, int, int]] = []
+        self.lines: list[str] = []
+
+    def log(self, text: str) -> None:
+        self.lines.append(text)
 
     def progress(self, stage: str, done: int, total: int, latent: Any = None) -> None:
         self.ticks.append((stage, done, total))
@@ -132,6 +147,51 @@ def test_results_are_downloaded_and_progress_is_shown(comfy: Comfy, tmp_path: Pa
     assert comfy.seen == [("/view", {"filename": "a b.mp4", "subfolder": "video", "type": "output"})]
 
 
+def test_a_history_that_comes_late_is_waited_for(comfy: Comfy, tmp_path: Path) -> None:
+    comfy.late = 4
+    assert queue_workflow(small_prompt(), comfy.url, tmp_path / "out", Silent())
+
+
+def test_nothing_that_is_there_is_overwritten(comfy: Comfy, tmp_path: Path) -> None:
+    told: list[Path] = []
+    for _ in range(3):
+        comfy.sockets.clear()
+        queue_workflow(small_prompt(), comfy.url, tmp_path, Silent(), told.append)
+        comfy.content += b" of another server"
+    assert [path.name for path in told] == ["a b.mp4", "a b-2.mp4", "a b-3.mp4"]
+    assert told[0].read_bytes() == b"mp4 bytes"
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused_before_the_work(comfy: Comfy, tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(RequestError, match=r"output folder .* cannot be written"):
+        queue_workflow(small_prompt(), comfy.url, tmp_path / "out", Silent())
+    assert comfy.submitted is None
+
+
+def test_who_waits_is_told_how_many_are_before(comfy: Comfy, tmp_path: Path) -> None:
+    comfy.late, comfy.waiting, events = 4, [(3, "one"), (12, "later"), (5, "two")], Recording()
+    queue_workflow(small_prompt(), comfy.url, tmp_path, events)
+    assert "Queued; 2 before it." in events.lines
+
+
+def test_setting_an_input_that_a_node_does_not_have_is_refused(
+    comfy: Comfy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps(small_prompt()))
+    arguments = ["queue", str(path), "--server", comfy.url, "--output", str(tmp_path)]
+    assert main([*arguments, "--set", "Magi2Sampler.step=9"]) == 1
+    assert "Magi2Sampler (node 3) has no input step; it has model, steps, options." in capsys.readouterr().err
+    assert comfy.submitted is None
+
+
+def test_a_picture_that_is_not_here_is_named(comfy: Comfy, tmp_path: Path) -> None:
+    events = Recording()
+    queue_workflow(small_prompt("picture_to_clip"), comfy.url, tmp_path / "out", events, files_near=tmp_path)
+    assert "There is no file example.png here to upload; the server must have it." in events.lines
+
+
 def test_local_files_are_uploaded_and_renamed_in_the_workflow(comfy: Comfy, tmp_path: Path) -> None:
     workflow = small_prompt("picture_to_clip")
     (tmp_path / "example.png").write_bytes(b"a picture")
@@ -150,6 +210,17 @@ def test_a_workflow_that_is_refused_in_part_is_refused_whole(comfy: Comfy, tmp_p
     if status == 200:
         assert ("/queue", {"delete": [PROMPT_ID]}) in comfy.seen
         assert ("/interrupt", {"prompt_id": PROMPT_ID}) in comfy.seen
+
+
+def test_what_the_server_repeats_for_every_input_is_told_once(comfy: Comfy, tmp_path: Path) -> None:
+    errors = [
+        {"type": "custom_validation_failed", "message": "Custom validation failed", "details": f"{name} - Steps is 0."}
+        for name in ("seed", "steps", "shift")
+    ]
+    comfy.status, comfy.node_errors = 400, {"3": {"class_type": "Magi2Sampler", "errors": errors}}
+    with pytest.raises(RequestError) as refused:
+        queue_workflow(small_prompt(), comfy.url, tmp_path, Silent())
+    assert str(refused.value).splitlines()[1:] == ["  node 3 (Magi2Sampler): Steps is 0."]
 
 
 def test_an_error_on_the_server_is_told_in_its_words(comfy: Comfy, tmp_path: Path) -> None:

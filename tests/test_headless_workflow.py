@@ -1,6 +1,7 @@
 """`magi2 run`: workflows read, changed, checked and executed without ComfyUI."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,15 @@ from typing import Any
 import magi2_native.distributed.pool as pool_module
 import pytest
 from magi2_native.headless.cli import main
-from magi2_native.headless.run import STEPS, check_workflow, run_workflow
+from magi2_native.headless.run import check_workflow, run_workflow
+from magi2_native.headless.steps import STEPS
 from magi2_native.headless.workflow import read_workflow, set_inputs
 from magi2_native.magi2_core.codecs.media import read_back
-from magi2_native.magi2_core.errors import RequestError
+from magi2_native.magi2_core.errors import CheckpointError, RequestError
 from magi2_native.magi2_core.events import Silent
 from magi2_native.stages.folders import Folders
 from magi2_native.stages.manager import manager
-from magi2_native.tests.comfy_server.client import clip_of, small_prompt
+from magi2_native.tests.comfy_server.client import clip_of, node_of, small_prompt
 from magi2_native.tests.comfy_stub.fake_pool import FakePool
 from magi2_native.tests.comfy_stub.fixtures import write_checkpoint
 
@@ -76,18 +78,30 @@ def test_unknown_nodes_are_refused_by_name_before_anything_runs(folders: Folders
     assert pools == []
 
 
+def bridge(name: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": f"Magi2{name}Latent", "inputs": inputs}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda w: w["3"]["inputs"].update(sharpness=3), "has no input sharpness"),
         (lambda w: w["2"]["inputs"].pop("prompt"), "lacks its input prompt"),
         (lambda w: w["5"]["inputs"].update(video=["77", 0]), "node 77, which is not in the workflow"),
-        (lambda w: w["2"]["inputs"].update(model=["4", 0]), "in a circle: 1?"),
+        (lambda w: w["2"]["inputs"].update(model=["4", 0]), r"takes MAGI2_MODEL, but output 0 of Magi2Decode"),
+        (lambda w: w.update(a=bridge("Join", latent=["b", 0]), b=bridge("Split", magi2_latent=["a", 0])), "a -> b"),
+        (lambda w: w["3"]["inputs"].update(steps="many"), r"steps of Magi2Sampler \(node 3\) is 'many'; it must be a"),
+        (lambda w: w["3"]["inputs"].update(steps=True), "is True; it must be a whole number"),
+        (lambda w: w["3"]["inputs"].update(shift="wide"), "shift of .* is 'wide'; it must be a number"),
+        (lambda w: w["options"]["inputs"].update(use_dynamic_cfg=1), "is 1; it must be true or false"),
+        (lambda w: w["options"]["inputs"].update(cfg_rescale=None), "is None; it must be a number"),
+        (lambda w: w["2"]["inputs"].update(model="mini"), "must be linked to a node that gives MAGI2_MODEL"),
+        (lambda w: w["5"]["inputs"].update(codec="av1"), "is 'av1'; it must be one of auto, h264"),
         (lambda w: [w.pop(key) for key in ("5", "latent")], "saves nothing"),
         (lambda w: w["5"]["inputs"].update(video=["4", 9]), "output 9 of Magi2Decode"),
-        (lambda w: w["5"]["inputs"].update(video=["4", 0]), "needs the video output"),
-        (lambda w: w["5"]["inputs"].update(filename_prefix="../../evil"), "leaves the output folder"),
-        (lambda w: w["5"]["inputs"].update(filename_prefix="/tmp/evil"), "leaves the output folder"),
+        (lambda w: w["5"]["inputs"].update(video=["4", 0]), r"takes VIDEO, but output 0 of Magi2Decode \(node 4\) is"),
+        (lambda w: w["5"]["inputs"].update(filename_prefix="../../evil"), "names no file below the output folder"),
+        (lambda w: w["5"]["inputs"].update(filename_prefix="/tmp/evil"), "names no file below the output folder"),
         (lambda w: w["1"]["inputs"].update(checkpoint="none"), "Found there: MAGI-2-Preview"),
     ],
 )
@@ -98,6 +112,75 @@ def test_broken_workflows_are_refused_in_a_sentence(
     change(workflow)
     with pytest.raises(RequestError, match=message):
         run_workflow(workflow, folders, Silent())
+    assert pools == [], "nothing starts for a workflow that cannot end"
+
+
+@pytest.mark.parametrize(
+    ("template", "node", "inputs", "message"),
+    [
+        ("text_to_clip", "Magi2EncodePrompt", {"prompt": " "}, "prompt is empty"),
+        ("text_to_clip", "Magi2Sampler", {"steps": 0}, "number of steps is 0"),
+        ("text_to_clip", "Magi2Sampler", {"seed": -1}, "seed is -1"),
+        ("text_to_clip", "Magi2Sampler", {"orientation": "round"}, "orientation is 'round'"),
+        ("text_to_clip", "Magi2SamplerOptions", {"width": 30}, "30x"),
+        ("text_to_clip", "Magi2Decode", {"output_width": 64}, "64x0; give both sides"),
+        ("text_to_clip", "SaveVideo", {"filename_prefix": ""}, "names no file below"),
+        ("text_to_clip", "Magi2SaveLatent", {"filename_prefix": "a\0b"}, "names no file below"),
+        ("picture_to_clip", "LoadImage", {"image": "gone.png"}, "no picture 'gone.png'"),
+        ("preview_to_1080p", "Magi2Refine", {"noise_value": 1000}, "1000"),
+        ("preview_to_1080p", "Magi2Refine", {"width": 100}, "100x64"),
+        ("preview_to_1080p", "Magi2Refine", {"refiner_seed": -2}, "seed is -2"),
+        ("enhance_to_clip", "Magi2EnhancePrompt", {"variation": -1}, "variation is -1"),
+    ],
+)
+def test_a_value_that_a_later_node_cannot_use_is_found_before_workers_start(
+    folders: Folders, pools: list[FakePool], template: str, node: str, inputs: dict[str, Any], message: str
+) -> None:
+    workflow = small_prompt(template)
+    workflow[node_of(workflow, node)]["inputs"] |= inputs
+    with pytest.raises(RequestError, match=message):
+        run_workflow(workflow, folders, Silent())
+    assert pools == []
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"), [("text_to_clip", "turbo_vae"), ("picture_to_clip", "vae"), ("preview_to_1080p", "refiner")]
+)
+def test_a_part_of_the_checkpoint_that_the_workflow_takes_is_missed_before_workers_start(
+    folders: Folders, pools: list[FakePool], template: str, lost: str
+) -> None:
+    shutil.rmtree(folders.checkpoints[0] / "MAGI-2-Preview" / lost)
+    with pytest.raises(CheckpointError, match=rf"MAGI-2-Preview/{lost}.*found no such"):
+        run_workflow(small_prompt(template), folders, Silent())
+    assert pools == []
+
+
+def test_nodes_that_nothing_saved_depends_on_are_left_alone(folders: Folders, pools: list[FakePool]) -> None:
+    workflow = small_prompt()
+    workflow["unused"] = {"class_type": "LoadImage", "inputs": {"image": "gone.png"}}
+    run_workflow(workflow, folders, Silent())
+
+
+def test_an_output_that_was_not_made_is_missed_by_name(folders: Folders, pools: list[FakePool]) -> None:
+    workflow = small_prompt()
+    workflow["4"]["inputs"]["make_frames"] = "never"
+    nodes = {
+        "again": ("Magi2ImageConditioning", {"conditioning": ["2", 0], "image": ["4", 0]}),
+        "next": ("Magi2Sampler", {"model": ["1", 0], "conditioning": ["again", 0]}),
+        "save": ("Magi2SaveLatent", {"magi2_latent": ["next", 0]}),
+    }
+    workflow |= {key: {"class_type": name, "inputs": inputs} for key, (name, inputs) in nodes.items()}
+    with pytest.raises(RequestError, match=r"image of Magi2ImageConditioning \(node again\) .* was not made this time"):
+        run_workflow(workflow, folders, Silent())
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused_before_workers_start(
+    folders: Folders, pools: list[FakePool]
+) -> None:
+    folders.output.write_text("a file")
+    with pytest.raises(RequestError, match=r"output folder .* cannot be written: File exists"):
+        run_workflow(small_prompt(), folders, Silent())
+    assert pools == []
 
 
 def test_pictures_come_from_the_input_folder_only(folders: Folders, pools: list[FakePool], tmp_path: Path) -> None:
@@ -195,3 +278,26 @@ def test_the_command_runs_a_workflow_and_prints_what_it_wrote(
     assert next(request for call, request in pools[0].calls if call == "sample")["steps"] == 1
     assert main(["run", *arguments, "--set", "Magi2Sampler.steps=0"]) == 1
     assert "number of steps" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_says_that_it_has_written_something_before(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press(call: str) -> None:
+        if call == "decode_video":
+            raise KeyboardInterrupt
+
+    def make(model: Any) -> FakePool:
+        pool = FakePool(model, pool_module)
+        pool.on_call = press
+        return pool
+
+    monkeypatch.setattr(manager, "_make_pool", make)
+    workflow = small_prompt(width=32, height=48)
+    (tmp_path / "w.json").write_text(json.dumps({"latent": workflow.pop("latent"), **workflow}))
+    folder = tmp_path / "out"
+    arguments = ["run", str(tmp_path / "w.json"), "--models", str(tmp_path / "models"), "--output", str(folder)]
+    assert main(arguments) == 130
+    printed = capsys.readouterr()
+    assert printed.out == f"{folder / 'magi2' / 'test_00001_.safetensors'}\n"
+    assert printed.err.endswith("Interrupted; nothing else was written.\n")
