@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,15 @@ class Step:
     where it has such parameters.
 
     outputs: their types; the one that the function returns, if left out. split: the outputs from what it returns.
-    more: annotations of inputs that it takes without naming them. choices: what some inputs are chosen from. early: it
-    needs no workers, and runs before all that do. checks: called before workers start, with those inputs that they
-    name, if these are known by then. ends: a run is for nodes of this kind.
+    more: fields of a dataclass that it takes as inputs without naming them. choices: what some inputs are chosen from.
+    early: it needs no workers, and runs before all that do. checks: called before workers start, with those inputs that
+    they name, if these are known by then. ends: a run is for nodes of this kind.
     """
 
     function: Callable[..., Any]
     outputs: tuple[str, ...] | None = None
     split: Callable[[Any], tuple[Any, ...]] = lambda result: (result,)
-    more: Mapping[str, str] = field(default_factory=dict)
+    more: tuple[Field[Any], ...] = ()
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     early: bool = False
     checks: tuple[Callable[..., Any], ...] = ()
@@ -70,7 +70,7 @@ class Step:
         parameters = inspect.signature(self.function).parameters.values()
         named = [each for each in parameters if each.name not in GIVEN and each.kind is not each.VAR_KEYWORD]
         found = {each.name: Input(_types(each.annotation), each.default) for each in named}
-        return found | {name: Input(_types(annotation), None) for name, annotation in self.more.items()}
+        return found | {each.name: Input(_types(str(each.type)), each.default) for each in self.more}
 
     def output_types(self) -> tuple[str, ...]:
         """The types of the outputs, in their order."""
@@ -140,9 +140,7 @@ STEPS: dict[str, Step] = {
     "Magi2Caption": Step(make_caption, ("STRING", "STRING"), caption_outputs),
     "Magi2EncodePrompt": Step(encode_prompt, checks=(check_prompt, check_pictures_wanted)),
     "Magi2ImageConditioning": Step(condition_on_picture),
-    "Magi2SamplerOptions": Step(
-        sampler_options, more={field.name: str(field.type) for field in OPTION_FIELDS}, early=True
-    ),
+    "Magi2SamplerOptions": Step(sampler_options, more=OPTION_FIELDS, early=True),
     "Magi2Sampler": Step(sample, checks=(check_seed, clip_size, sampling_settings)),
     "Magi2Refine": Step(refine, checks=(check_refiner, refiner_settings, check_refiner_seed)),
     "Magi2Decode": Step(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from magi2_native.headless.run import STEPS
+from magi2_native.headless.steps import STEPS
 from magi2_native.magi2_core.engine import CALLS
 from magi2_native.stages.progress import STAGES
 from magi2_native.tests.comfy_stub.fixtures import Graph, graph_in
@@ -154,19 +154,19 @@ def test_checks_name_their_inputs_in_a_way_that_the_server_sees(graph: Graph, no
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_a_node_and_its_twin_without_comfyui_take_the_same_inputs_with_the_same_defaults(
-    graph: Graph, node: str
-) -> None:
-    step = STEPS[node]
-    parameters = step.parameters()
+def test_a_node_and_its_twin_without_comfyui_are_the_same_to_a_workflow(graph: Graph, node: str) -> None:
+    inputs = STEPS[node].inputs()
     slots = {slot.id: slot for slot in schema(graph, node).inputs}
-    assert {*parameters, *step.extra} == set(slots)
-    for name, parameter in parameters.items():
-        if parameter.default not in (inspect.Parameter.empty, None) and "default" in slots[name].extra:
-            assert parameter.default == slots[name].extra["default"], f"{node}.{name}"
+    assert set(inputs) == set(slots)
     for name, slot in slots.items():
+        kind = "STRING" if slot.io_type == "COMBO" else slot.io_type
+        assert inputs[name].types - {"NONE"} == {kind}
+        default = inputs[name].default
         if slot.optional:
-            assert name in step.extra or parameters[name].default is not inspect.Parameter.empty
+            assert default is not inspect.Parameter.empty
+        if default not in (inspect.Parameter.empty, None) and "default" in slot.extra:
+            assert default == slot.extra["default"], f"{node}.{name}"
+    assert list(STEPS[node].output_types()) == [slot.io_type for slot in schema(graph, node).outputs or []]
 
 
 def test_the_panel_calls_stages_as_nodes_and_commands_do() -> None:
