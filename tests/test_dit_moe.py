@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -156,11 +157,25 @@ def test_routes_of_another_ranks_experts_add_nothing_even_where_rows_were_never_
     assert torch.allclose(parts[0] + parts[1], whole, atol=1e-5)
 
 
-def test_the_grouped_product_of_a_device_means_the_same_as_the_loop() -> None:
+@pytest.mark.parametrize("product", [kernels.GROUPED_MM, torch._grouped_mm], ids=["here", "torch 2.9"])
+def test_the_grouped_product_of_a_device_means_the_same_as_the_loop(
+    product: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "GROUPED_MM", product)
     x, w = random(40, 16, dtype=torch.bfloat16), random(5, 16, 24, seed=1, dtype=torch.bfloat16)
     ends = torch.tensor([7, 7, 20, 31, 31], dtype=torch.int32)
     got, expected = grouped_on_device(x, w, ends), grouped_by_loop(x, w, ends)
     assert torch.equal(got[:31], expected[:31].bfloat16())
+
+
+def test_a_torch_without_grouped_products_is_warned_about_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels, "GROUPED_MM", None)
+    kernels._warn_of_old_torch.cache_clear()
+    assert not any(kernels.runs_on_device("cuda", torch.bfloat16, 512, 640) for _ in range(3))
+    (record,) = caplog.records
+    assert "Update torch to 2.9" in record.getMessage()
 
 
 def test_expert_matrices_are_input_major() -> None:

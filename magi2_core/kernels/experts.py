@@ -1,16 +1,25 @@
-"""The routed experts of one MoE head in plain torch (10 §9, 70 §3).
+"""The routed experts of one MoE head by torch's own operators (10 §9, 70 §3).
 
-Routes are sorted by expert, each product is one matrix product for each expert, and the K contributions of a token are
-summed in fp32 in the order of its choices: repeatable, and rounded once.
+Routes are sorted by expert; a product is one grouped launch on CUDA and one matrix product for each expert elsewhere;
+and the K contributions of a token are summed in fp32 in the order of its choices: repeatable, and rounded once.
 """
 
 from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..dit.activation import swiglu7_pair
+
+log = logging.getLogger("magi2")
+
+# torch's grouped product: public since 2.10, and in 2.9 for all GPUs with bfloat16 too; 2.8 has it for Hopper alone.
+GROUPED_MM: Any = getattr(F, "grouped_mm", torch._grouped_mm if torch.__version__ >= "2.9" else None)
 
 # Elements of one fp32 temporary of the activation: in cache on a CPU, 64 MiB elsewhere.
 _ACTIVATION = {"cpu": 1 << 18}
@@ -66,13 +75,25 @@ def _grouped(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:
 
 def runs_on_device(device_type: str, dtype: torch.dtype, *widths: int) -> bool:
     """Whether grouped products of these widths are one launch, with results in `dtype`; otherwise they stay fp32."""
-    aligned = all(width % 8 == 0 for width in widths)
-    return device_type == "cuda" and dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+    if device_type != "cuda" or dtype != torch.bfloat16 or any(width % 8 for width in widths):
+        return False
+    if GROUPED_MM is None:
+        _warn_of_old_torch()
+    return GROUPED_MM is not None
+
+
+@cache
+def _warn_of_old_torch() -> None:
+    log.warning(
+        "torch %s has no grouped matrix product: the experts run one by one, which is much slower. Update torch to"
+        " 2.9 or newer.", torch.__version__
+    )  # fmt: skip
 
 
 def grouped_on_device(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:
     """One launch, rounded to x's dtype; the offsets stay on the device. Widths must be multiples of 16 bytes."""
-    return F.grouped_mm(x_Ri, w_Eio, offs=ends_E)
+    y_Ro: Tensor = GROUPED_MM(x_Ri, w_Eio, offs=ends_E)
+    return y_Ro
 
 
 def grouped_by_loop(x_Ri: Tensor, w_Eio: Tensor, ends_E: Tensor) -> Tensor:
