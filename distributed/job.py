@@ -67,8 +67,8 @@ class RankError(PoolError):
     """A rank failed. The text is a sentence with the cause, then the rank's last log lines, then its traceback.
 
     error_type, message: class name and text of the exception that the engine raised, or None and "" if the rank died,
-    hung or never joined. survived: the pool goes on, because every rank raised the same at the same point; otherwise
-    the workers were ended and the next job starts new ones.
+    hung or never joined. survived: the pool goes on, because every rank raised the like at the same point; otherwise
+    the workers were ended and the next job starts new ones, as `advice` says.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class RankError(PoolError):
     ) -> None:  # fmt: skip
         self.rank, self.error_type, self.message, self.survived = rank, error_type, message, survived
         self.sentence, self.log_lines, self.traceback = sentence, log_lines, traceback
-        advice = "" if survived else "\nThe workers were ended; the next run starts new ones."
+        self.advice = "" if survived else "\nThe workers were ended; the next run starts new ones."
         lines = f"\n\nLast log lines of rank {rank}:\n  " + "\n  ".join(log_lines) if log_lines else ""
-        super().__init__(sentence + advice + lines + (f"\n\n{traceback}" if traceback else ""))
+        super().__init__(sentence + self.advice + lines + (f"\n\n{traceback}" if traceback else ""))
 
 
 class Job:
@@ -100,7 +100,7 @@ class Job:
         wait, in seconds, after a cancel."""
         self.number, self.call, self.replica, self.message = number, call, replica, message
         self.cancels = 0
-        self._wake, self._patience = wake, patience
+        self._wake, self._patience, self._waits_until = wake, patience, 0.0
         self._changed = threading.Condition()
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._done = False
@@ -164,11 +164,11 @@ class Job:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Cancel and wait for the end, at most as long as the pool needs to end workers that do not stop."""
+        """Cancel and wait for the end, once, at most as long as the pool needs to end workers that do not stop."""
         if not self._done and not self.cancels:
             self.cancel()
-        deadline = time.monotonic() + self._patience
-        while not self._done and time.monotonic() < deadline:
+        self._waits_until = self._waits_until or time.monotonic() + self._patience
+        while not self._done and time.monotonic() < self._waits_until:
             try:
                 with self._changed:
                     self._changed.wait(POLL_SECONDS)

@@ -174,7 +174,8 @@ class Replica:
         complete = len(ends) == len(self.ranks)
         # A rank that returned without a check point took no part and has nothing under way, see worker.Engine.
         part = [end for end in ends if end["checks"] or end["outcome"] != "done"]
-        ways = {(end["outcome"], end["checks"], end["error"] and end["error"]["message"]) for end in part}
+        # Texts may differ: they tell a rank's own device and memory.
+        ways = {(end["outcome"], end["checks"], end["error"] and end["error"]["type"]) for end in part}
         outcomes = {end["outcome"] for end in part}
         error: PoolError | None = None
         if complete and outcomes <= {"done"}:

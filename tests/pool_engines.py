@@ -118,6 +118,13 @@ class PoolEngine:
         self.meet()
         return {}
 
+    def fail_apart(self, events: Events, rank: int | None = None) -> dict[str, Any]:
+        """Raise on every rank, each with a text of its own; on `rank` another error."""
+        events.check()
+        if rank == self.rank:
+            raise KeyError("another")
+        raise MemoryError(f"{self.rank} bytes are free")
+
     def die(self, events: Events, how: str, rank: int, seconds: float = 0.0) -> dict[str, Any]:
         """End one rank by a signal, an exit or a segmentation fault, while the others are busy or wait for it."""
         logging.getLogger("magi2").info("about to die by %s", how)

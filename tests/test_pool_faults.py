@@ -88,6 +88,10 @@ def test_a_rank_that_raises_releases_the_others_at_once(pool: Pool) -> None:
     assert "in fail" in error.traceback
 
 
+def test_different_errors_at_one_check_point_are_not_one_error(pool: Pool) -> None:
+    assert failure(pool, "fail_apart", {"rank": 1}).error_type in ("KeyError", "MemoryError")
+
+
 def test_a_rank_killed_while_idle_costs_nothing_but_a_new_start(pool: Pool) -> None:
     pool.open()
     os.kill(pids(pool)[1], signal.SIGKILL)
