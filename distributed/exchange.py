@@ -18,6 +18,7 @@ from torch import Tensor
 from .layout import BankShare, LayoutError, ParallelLayout, Position, RankShare, TokenSplit
 
 Group = dist.ProcessGroup | None
+_CPU = torch.device("cpu")
 
 # What NCCL and gloo both carry.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8)
@@ -25,7 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.in
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """This rank's place in a layout, and its group on each axis; a group of one rank is None."""
+    """This rank's place in a layout, its group on each axis, and its device; a group of one rank is None."""
 
     layout: ParallelLayout
     rank: int
@@ -33,20 +34,21 @@ class ParallelContext:
     tp_group: Group
     cfg_group: Group
     replica_group: Group
+    device: torch.device = _CPU
 
     @classmethod
-    def single(cls) -> ParallelContext:
+    def single(cls, device: torch.device = _CPU) -> ParallelContext:
         """The context of a process that works alone."""
-        return cls(ParallelLayout(), 0, None, None, None, None)
+        return cls(ParallelLayout(), 0, None, None, None, None, device)
 
     @classmethod
-    def create(cls, layout: ParallelLayout, rank: int) -> ParallelContext:
+    def create(cls, layout: ParallelLayout, rank: int, device: torch.device = _CPU) -> ParallelContext:
         """Make the groups of `layout`; every rank calls this at the same time, after torch.distributed is up.
 
         Raises LayoutError if the running world is not the layout's or `rank` is not this process's.
         """
         if layout.world == 1:
-            return cls(layout, rank, None, None, None, None)
+            return cls(layout, rank, None, None, None, None, device)
         if dist.get_world_size() != layout.world or dist.get_rank() != rank:
             raise LayoutError(
                 f"Layout {layout.label} has {layout.world} ranks and this should be rank {rank}, but the process group "
@@ -61,7 +63,7 @@ class ParallelContext:
                     made[members] = dist.new_group(list(members))
                 if rank in members:
                     mine[axis] = made[members] if len(members) > 1 else None
-        return cls(layout, rank, mine["sp"], mine["tp"], mine["cfg"], mine["replica"])
+        return cls(layout, rank, mine["sp"], mine["tp"], mine["cfg"], mine["replica"], device)
 
     @property
     def position(self) -> Position:

@@ -66,7 +66,7 @@ class HostRank:
         self._result: dict[str, Any] | None = None
         self._engine: Engine | None = None
         self._hello: Message = {}
-        self._contexts: dict[ParallelLayout, ParallelContext] = {}
+        self._groups: dict[ParallelLayout, ParallelContext] = {}  # of one replica; they serve every client
 
     def act(self, message: Message) -> list[Message]:
         """Carry out one message, the same on every rank; returns what every rank has to say of it."""
@@ -84,10 +84,11 @@ class HostRank:
         self._engine, self._hello = None, hello
         try:
             layout = ParallelLayout(**hello["layout"])
-            if layout not in self._contexts:
-                own = ParallelContext.create(replace(layout, dp=1), self.mail.rank)
-                self._contexts[layout] = replace(own, layout=layout, rank=hello["first"] + self.mail.rank)
-            self._engine = make_engine(hello["engine"], hello["plan"], self._contexts[layout])
+            own = replace(layout, dp=1)
+            if own not in self._groups:
+                self._groups[own] = ParallelContext.create(own, self.mail.rank, self.device)
+            parallel = replace(self._groups[own], layout=layout, rank=hello["first"] + self.mail.rank)
+            self._engine = make_engine(hello["engine"], hello["plan"], parallel)
         except BaseException as error:
             end = {"kind": "end", "job": 0, "outcome": "failed", "error": describe_error(error)}
             self._tell_at_once({**end, "serial": 0})

@@ -246,7 +246,7 @@ def _join(hello: dict[str, Any], device: torch.device, listener_file: int | None
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=layout.replica, timeout=NO_LIMIT)
     # A replica is a world of its own; the engine is told its place in the whole layout all the same.
-    own = ParallelContext.create(replace(layout, dp=1), rank)
+    own = ParallelContext.create(replace(layout, dp=1), rank, device)
     return replace(own, layout=layout, rank=hello["number"])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from .checkpoint.folder import TEXT_ENCODER, CheckpointFolder
 from .checkpoint.loader import load_module
 from .checkpoint.network import Network
 from .codecs.frames import resize, to_uint8
-from .codecs.media import Sound, VideoWriter
+from .codecs.media import Sound, VideoWriter, parse_frame_rate
 from .codecs.oobleck_decoder import OobleckDecoder
 from .codecs.picture import prepare_picture
 from .codecs.resample import to_real_time
@@ -37,6 +36,7 @@ from .conditioning.text_encoder import TextEncoder
 from .dit.model import PreviewTransformer
 from .errors import RequestError
 from .events import Events
+from .memory.exhausted import out_of_memory
 from .memory.machine import working_budget
 from .memory.plan import Plan
 from .refiner.model import RefinerTransformer, refiner_parallel
@@ -59,7 +59,8 @@ TENSORS_APART = 16  # how far one rank may be ahead of another in loading
 
 def make_engine(plan: Mapping[str, Any], parallel: ParallelContext | None = None) -> Engine:
     """Build the engine of one rank from a plan's builtins; nothing is loaded yet."""
-    return Engine(Plan.from_dict(plan), parallel or ParallelContext.single())
+    made = Plan.from_dict(plan)
+    return Engine(made, parallel or ParallelContext.single(torch.device(made.devices[0])))
 
 
 class Engine:
@@ -69,7 +70,7 @@ class Engine:
         self.plan = plan
         self.parallel = parallel
         self.replica_rank = parallel.rank % parallel.layout.replica
-        self.device = torch.device(plan.devices[parallel.rank])
+        self.device = parallel.device
         self.folder = CheckpointFolder(plan.checkpoint)
         self.config = self.folder.preview_config()
         self._channels = self.config.video_in_channels, self.config.audio_in_channels
@@ -77,11 +78,15 @@ class Engine:
         self._text_features = FeatureCache()
 
     def run(self, call: str, arguments: Mapping[str, Any], events: Events) -> Result:
-        """Run one call by name; what `events.check` raises passes through. RequestError for an unknown call."""
+        """Run one call by name; what `events.check` raises passes through. RequestError for an unknown call, and
+        DeviceMemoryError where the device has no room for it."""
         if call not in CALLS:
             raise RequestError(f"The engine has no call {call!r}; it has {', '.join(CALLS)}.")
-        with torch.inference_mode():
-            result: Result = getattr(self, call)(events, **arguments)
+        try:
+            with torch.inference_mode():
+                result: Result = getattr(self, call)(events, **arguments)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error, call, self.device, self.plan) from error
         return result
 
     @property
@@ -363,7 +368,7 @@ class Engine:
         frames is in memory at a time (40 §7). `size` (width, height) rescales the frames. Nothing is left under the
         final name if it fails or is cancelled.
         """
-        rate, together = _frame_rate(fps), Together(events, self.parallel)
+        rate, together = parse_frame_rate(fps), Together(events, self.parallel)
         sound = None if waveform is None else Sound(waveform, sample_rate)
         width, height = size or (SPATIAL_STRIDE * video.shape[3], SPATIAL_STRIDE * video.shape[2])
         with ExitStack() as stack:  # only the first rank's file system has a say
@@ -386,14 +391,3 @@ def _known(stages: Sequence[str]) -> Sequence[str]:
     if unknown := [stage for stage in stages if stage not in STAGES]:
         raise RequestError(f"There is no stage {unknown[0]!r}; the stages are {', '.join(STAGES)}.")
     return stages
-
-
-def _frame_rate(text: str) -> Fraction:
-    """Read "25" or "25/2"; RequestError for anything else."""
-    try:
-        rate = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        rate = Fraction(0)
-    if rate <= 0:
-        raise RequestError(f"The frame rate is {text!r}; write frames per second, such as 25 or 25/2.")
-    return rate

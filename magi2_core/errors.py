@@ -21,6 +21,10 @@ class MissingDependencyError(Magi2Error, ImportError):
     """An optional package that a requested feature needs is absent, too old or broken."""
 
 
+class DeviceMemoryError(Magi2Error, MemoryError):
+    """A device has no room for what a call needs; the message names both, and what would lower it."""
+
+
 class NonFiniteError(Magi2Error, ArithmeticError):
     """A latent became NaN or infinite; the message says at which step."""
 

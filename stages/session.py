@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..distributed.pool import Event, LogLine, Pool, PoolSpec, Progress, RankError
-from ..magi2_core import errors
+from ..magi2_core.errors import named
 from ..magi2_core.events import Events
 from ..magi2_core.memory.plan import Plan
 
 ENGINE = "magi2_native.magi2_core.engine:make_engine"
-# Errors whose text is a sentence for the user; across the process boundary they travel by name (60 §6.6).
-SENTENCES: dict[str, type[errors.Magi2Error]] = {
-    kind.__name__: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, errors.Magi2Error)
-}
 
 
 def pool_spec(plan: Plan, hidden_paths: tuple[str, ...] = ()) -> PoolSpec:
@@ -29,7 +23,8 @@ def run_on_pool(pool: Pool, call: str, arguments: dict[str, Any], events: Events
     """Run one call, pass its events on, and return its result.
 
     Whatever `events` raises, in any of its methods, stops the job on all ranks first and then passes through. A
-    sentence for the user that every rank raised comes back as the error it was; anything else is a RankError.
+    sentence for the user comes back as the error it was, with the rank if that raised it alone; anything else is a
+    RankError.
     """
 
     warnings: set[str] = set()
@@ -48,7 +43,7 @@ def run_on_pool(pool: Pool, call: str, arguments: dict[str, Any], events: Events
     try:
         return pool.submit(call, arguments).result(on_event=pass_on, poll=events.check)
     except RankError as error:
-        kind = SENTENCES.get(error.error_type or "")
-        if not error.survived or kind is None:
+        kind = named(error.error_type)
+        if kind is None:
             raise
-        raise kind(error.message) from error
+        raise kind(error.message if error.survived else f"{error.sentence}{error.advice}") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 import magi2_native.distributed.pool as pool_module
 import pytest
-from magi2_native.magi2_core.errors import RequestError
+from magi2_native.magi2_core.errors import DeviceMemoryError, RequestError
 from magi2_native.magi2_core.events import Silent
 from magi2_native.magi2_core.memory.plan import Plan, RankPlan
 from magi2_native.stages.manager import PoolManager
@@ -188,6 +188,20 @@ def test_a_sentence_of_the_engine_comes_back_as_the_error_it_was(manager: PoolMa
     pools[0].submit = lambda call, arguments: Refusing()  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ValueError, match=r"^shard 3 is cut short$"):
         run(manager)
+
+
+def test_a_sentence_of_one_rank_alone_names_it_and_says_what_became_of_the_workers(
+    manager: PoolManager, pools: list[FakePool]
+) -> None:
+    run(manager)
+    told = {"rank": 1, "error_type": "DeviceMemoryError", "message": "cuda:1 ran out", "traceback": "Traceback: x"}
+    error = pool_module.RankError("Rank 1 raised DeviceMemoryError in 'sample': cuda:1 ran out", **told)
+    failing = SimpleNamespace(result=lambda **_: (_ for _ in ()).throw(error))
+    pools[0].submit = lambda call, arguments: failing  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(DeviceMemoryError) as caught:
+        run(manager)
+    assert str(caught.value) == f"{error.sentence}\nThe workers were ended; the next run starts new ones."
+    assert caught.value.__cause__ is error, "its traceback is for the log"
 
 
 def test_other_errors_of_a_rank_keep_their_report(manager: PoolManager, pools: list[FakePool]) -> None:

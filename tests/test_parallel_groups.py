@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from magi2_native.distributed import hosts, worker
 from magi2_native.distributed.exchange import ParallelContext
 from magi2_native.distributed.layout import LayoutError, ParallelLayout
 from magi2_native.tests.ranks import counted_traffic, run_ranks
@@ -119,3 +121,15 @@ def test_traffic_counts_every_collective_and_its_bytes() -> None:
         assert calls[:3] == ["all_reduce", "all_gather", "all_to_all_single"]
         assert sent[:3] == [12, 8, 16]
         assert "all_gather_object" in calls
+
+
+def test_a_ranks_device_is_the_one_that_its_launch_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several hosts `cuda:1` is there many times, and rank 5 may have it."""
+    device = torch.device("meta")
+    layout = {"sp": 1, "tp": 1, "cfg": 1, "dp": 1, "experts": "banks"}
+    assert worker._join({"layout": layout, "rank": 0, "number": 0}, device, None).device == device
+    monkeypatch.setattr(hosts, "Mail", lambda: SimpleNamespace(rank=0))
+    rank = hosts.HostRank(device)
+    engine = "magi2_native.tests.pool_engines:make_engine"
+    assert rank._begin({"layout": layout, "first": 0, "engine": engine, "plan": {}})["kind"] == "ready"
+    assert rank._engine.parallel.device == device  # type: ignore[union-attr]

@@ -223,6 +223,14 @@ def test_a_layout_that_the_launch_does_not_have_is_refused(launch: tuple[Path, o
         assert_right(pool)
 
 
+def test_a_launch_takes_its_place_in_the_layout_from_each_client_anew(launch: tuple[Path, object]) -> None:
+    layout, address = ParallelLayout(sp=2, dp=2), str(launch[0])
+    for replica, sockets in enumerate([(address, "/none"), ("/none", address), (address, "/none")]):
+        with Pool(PoolSpec(ENGINE, {}, layout, sockets=sockets)) as pool:
+            seen = pool.submit("where", replica=replica % 2).result()
+        assert (seen["rank"], seen["layout"], seen["ranks"]) == (2 * (replica % 2), "dp2sp2", 2)
+
+
 def test_only_the_user_can_open_the_socket(launch: tuple[Path, object], pool: Pool) -> None:
     mode = launch[0].stat().st_mode
     assert stat.S_ISSOCK(mode)

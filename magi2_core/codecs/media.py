@@ -73,6 +73,17 @@ def check_video(width: int, height: int, crf: int) -> None:
         raise RequestError(f"The quality (CRF) is {crf}; it must be between 0, without loss, and 51, the smallest.")
 
 
+def parse_frame_rate(text: str) -> Fraction:
+    """Read "25" or "25/2"; RequestError for anything else."""
+    try:
+        rate = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        rate = Fraction(0)
+    if rate <= 0:
+        raise RequestError(f"The frame rate is {text!r}; write frames per second, such as 25 or 25/2.")
+    return rate
+
+
 def _temporary_name(target: Path) -> Path:
     """A name in the same folder, so that the finished file can be renamed in one step (80 line 20)."""
     return target.parent / f".magi2-{secrets.token_hex(6)}.part"

@@ -103,8 +103,8 @@ def refiner_parallel(parallel: ParallelContext, config: RefinerConfig) -> Parall
     ):
         kv_fit = config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0
         if config.heads % ranks == 0 and kv_fit:
-            return ParallelContext(ParallelLayout(sp=ranks), rank, group, None, None, group)
-    return ParallelContext.single()
+            return ParallelContext(ParallelLayout(sp=ranks), rank, group, None, None, group, parallel.device)
+    return ParallelContext.single(parallel.device)
 
 
 _EVERYTHING = RankShare(1, 0, BankShare(0, 0, 1))
