@@ -104,3 +104,14 @@ def test_nothing_belongs_to_the_person_who_saved_it(workflow: dict[str, Any], te
         if node["type"].startswith("Magi2"):
             assert node["properties"]["cnr_id"] == "magi2-native"
             assert node["properties"]["ver"]
+
+
+def test_the_example_captions_are_in_a_template_word_for_word_and_in_the_docs() -> None:
+    files = {path.stem: path.read_text(encoding="utf-8").strip() for path in (WORKFLOWS / "captions").glob("*.json")}
+    twin = json.loads((WORKFLOWS / "api" / "caption_examples.json").read_text(encoding="utf-8"))
+    captions = [node for node in twin.values() if node["class_type"] == "Magi2Caption"]
+    assert {node["_meta"]["title"]: node["inputs"]["edited_caption"] for node in captions} == files
+    for_picture = {node["_meta"]["title"] for node in captions if node["inputs"]["for_picture"]}
+    assert for_picture == {name for name in files if name.startswith("picture_")}
+    docs = (WORKFLOWS.parent / "docs" / "prompting.md").read_text(encoding="utf-8")
+    assert [name for name in files if f"`{name}.json`" not in docs] == []

@@ -75,6 +75,20 @@ NOTES = {
         "Times are seconds of the ten: `3-4.5 <subject 1>: the words`. Two or three words fit into a second.\n\n"
         "Files: as in *text_to_clip*, in `ComfyUI/models/magi2/MAGI-2-Preview/`."
     ),
+    "caption_examples": (
+        "## Six example captions\n\n"
+        "Run, and each *Caption* shows its text as the encoder sees it, with its count of tokens. The clip is made of"
+        " the one that is connected to *Encode Prompt*; connect another, and change it in *edited_caption*.\n\n"
+        "| caption | shows |\n|---|---|\n"
+        "| text_harbour_storm | one continuous shot, ambience without music or speech |\n"
+        "| text_night_market | one line in Mandarin, a readable sign, steam and contact |\n"
+        "| text_potter | hands and clay in three steps, grip and transfer |\n"
+        "| text_two_languages | a question in French and an answer in Japanese |\n"
+        "| picture_host_greets | for a picture of a host at a desk: Spanish, then English |\n"
+        "| picture_lighthouse | for a picture of a lighthouse: wind, surf and one gull |\n\n"
+        "The last two belong to a picture: use them with the template *picture_to_clip*.\n\n"
+        "Files: as in *text_to_clip*, in `ComfyUI/models/magi2/MAGI-2-Preview/`."
+    ),
     "enhance_to_clip": (
         "## One line to clip\n\n"
         "1. Name a language model in ComfyUI's environment or in `user/magi2/magi2_enhance.json` (see the help of"
@@ -102,6 +116,10 @@ CAPTION = {
     "setting": "shelves of unfired pots on a whitewashed wall",
     "camera": "slow push-in at eye level",
 }
+EXAMPLES = (
+    "text_harbour_storm", "text_night_market", "text_potter", "text_two_languages", "picture_host_greets",
+    "picture_lighthouse",
+)  # fmt: skip
 LINE = "A lighthouse keeper lights the lamp as a storm comes in"
 SAMPLING = {"resolution": "272p", "orientation": "landscape", "seed": 42, "steps": 30}
 
@@ -149,6 +167,7 @@ def templates() -> dict[str, list[Node]]:
         "low_memory": small,
         "preview_to_1080p": large,
         "caption_to_clip": _captioned(CAPTION),
+        "caption_examples": _examples(),
         "enhance_to_clip": [
             *_captioned({"caption": ("enhance", "caption"), "stop_to_edit": True}),
             ("enhance", "Magi2EnhancePrompt", (440, -280), {"prompt": LINE}),
@@ -163,6 +182,18 @@ def _captioned(caption: dict[str, Any]) -> list[Node]:
     return [*nodes, ("caption", "Magi2Caption", (440, 120), {"model": ("load", "model"), **caption})]
 
 
+def _examples() -> list[Node]:
+    """The common nodes behind the first example, and the others beside and below it."""
+    nodes = _captioned({})[:-1]
+    nodes[1][3]["prompt"] = (EXAMPLES[0], "prompt")
+    for i, name in enumerate(EXAMPLES):
+        text = (PACK / "workflows" / "captions" / f"{name}.json").read_text(encoding="utf-8")
+        inputs = {"title": name, "model": ("load", "model"), "edited_caption": text.strip(),
+                  "for_picture": name.startswith("picture")}  # fmt: skip
+        nodes.append((name, "Magi2Caption", (440, 120) if i == 0 else (-40 + 480 * i, 1120), inputs))
+    return nodes
+
+
 BUILD = """
 async ([nodes, note]) => {
     const { app } = window;
@@ -173,6 +204,7 @@ async ([nodes, note]) => {
         const node = LiteGraph.createNode(type);
         app.graph.add(node);
         node.pos = pos;
+        node.title = inputs.title ?? node.title;
         for (const [name, value] of Object.entries(inputs)) {
             const widget = node.widgets?.find((each) => each.name === name);
             if (widget && !Array.isArray(value)) widget.value = value;
