@@ -169,7 +169,7 @@ class ParallelLayout:
         modes = [mode for *_, mode in found if mode]
         rest = re.sub(word + r"|[\s\-_,x×·]", "", text.lower())
         if rest or not sizes or len(found) > len(sizes) + len(modes) or len(modes) > 1:
-            raise LayoutError(f"{text!r} is not a layout; write for example sp4, tp2sp2, cfg2sp4, dp2sp4, sp8-padded.")
+            raise LayoutError(f"{text!r} is not a layout; write for example sp4, tp2sp2, cfg2sp4, sp8-padded.")
         return cls(**sizes, experts=modes[0] if modes else "banks")
 
     @property
@@ -270,5 +270,5 @@ def check_layout(layout: ParallelLayout, model: ModelShape, devices: int) -> Non
     listed = "; ".join(("" if tp == 1 else f"tp{tp} with ") + "sp " + ", ".join(sp) for tp, sp in choices.items())
     raise LayoutError(
         f"Layout {layout.label} is not possible, because {objection}. On {devices} device{'s' * (devices != 1)} this "
-        f"model allows {listed or 'nothing'}; each also with cfg2 or dpN while dp·cfg·tp·sp is at most {devices}."
+        f"model allows {listed or 'nothing'}; each also with cfg2 while 2·tp·sp is at most {devices}."
     )

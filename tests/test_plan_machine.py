@@ -73,6 +73,7 @@ def test_without_a_gpu_there_is_one_rank_on_the_cpu(tiny: Path, gpus: Any) -> No
         ("tp5", 5, "tp5 does not divide the 24 attention heads"),
         ("three", 2, "'three' is not a layout; write for example sp4"),
         ("cfg3", 3, "cfg is 3; it must be 1 or 2"),
+        ("dp2sp2", 4, "dp2sp2 makes 2 clips side by side, but clips are made one after the other; use sp2, or"),
     ],
 )
 def test_an_illegal_layout_is_refused_with_the_legal_ones(

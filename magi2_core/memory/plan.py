@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...distributed.exchange import ParallelContext
-from ...distributed.layout import ModelShape, ParallelLayout, check_layout, legal_layouts
+from ...distributed.layout import LayoutError, ModelShape, ParallelLayout, check_layout, legal_layouts
 from ..checkpoint.folder import REFINER, CheckpointFolder
 from ..checkpoint.shard import local_bytes
 from ..config import PreviewConfig, RefinerConfig, parse_dtype
@@ -163,6 +163,11 @@ def make_plan(
     names = choose_devices(devices)
     shape = model_shape(config)
     parallel = _auto_layout(shape, len(names)) if layout == "auto" else ParallelLayout.parse(layout)
+    if parallel.dp > 1:
+        raise LayoutError(
+            f"Layout {parallel.label} makes {parallel.dp} clips side by side, but clips are made one after the other; "
+            f"use {replace(parallel, dp=1).label}, or divide each clip over more devices."
+        )
     check_layout(parallel, shape, len(names))
     if layout == "auto" and devices is not None and parallel.world < len(names):
         raise RequestError(_uneven(shape, len(names)))
