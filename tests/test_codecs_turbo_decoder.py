@@ -10,7 +10,7 @@ from magi2_native.magi2_core.codecs.turbo_decoder import (
     ResBlock,
     TurboConfig,
     Upsample,
-    normalise,
+    rms_norm,
     turbo_decoder_tensors,
     unpatchify,
 )
@@ -89,9 +89,9 @@ def test_time_is_padded_by_repeating_the_end_frames_and_space_by_zeros():
 def test_norm_statistics_of_bfloat16_are_fp32_and_the_product_is_rounded_once():
     x = activations(1, 64, 3, 5).to(torch.bfloat16)
     exact = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-8)
-    assert torch.equal(normalise(x, 1e-8), exact.to(torch.bfloat16))
+    assert torch.equal(rms_norm(x, 1e-8), exact.to(torch.bfloat16))
     in_bfloat16 = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-8)
-    assert not torch.equal(normalise(x, 1e-8), in_bfloat16)
+    assert not torch.equal(rms_norm(x, 1e-8), in_bfloat16)
 
 
 def test_the_norm_is_rounded_before_the_activation():
@@ -99,7 +99,7 @@ def test_the_norm_is_rounded_before_the_activation():
     given = []
     block.conv1.conv.register_forward_pre_hook(lambda _module, inputs: given.append(inputs[0]))
     block(x)
-    rounded_twice = F.silu(normalise(x, 1e-8))
+    rounded_twice = F.silu(rms_norm(x, 1e-8))
     x32 = x.float()
     rounded_once = F.silu(x32 * torch.rsqrt(x32.square().mean(1, keepdim=True) + 1e-8)).to(torch.bfloat16)
     assert torch.equal(given[0][:, :, 1:-1], rounded_twice)
@@ -168,6 +168,21 @@ def test_space_is_enlarged_by_repeating_the_nearest():
 def test_four_channels_become_a_square_column_by_column():
     x = torch.arange(4.0).repeat(3).view(1, 12, 1, 1, 1)
     assert unpatchify(x)[0, 0, 0].tolist() == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_every_convolution_is_given_frames_whose_channels_come_last(first, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    decoder, layouts = turbo(dtype=torch.bfloat16), {}
+    formats = {torch.nn.Conv2d: torch.channels_last, torch.nn.Conv3d: torch.channels_last_3d}
+    convolutions = [module for module in decoder.modules() if type(module) in formats]
+    for module in convolutions:
+        module.register_forward_pre_hook(
+            lambda conv, given: layouts.update({conv: given[0].is_contiguous(memory_format=formats[type(conv)])})
+        )
+    with torch.inference_mode():
+        decoder(activations(1, 48, 3, 2, 3).to(torch.bfloat16), first)
+    assert layouts == dict.fromkeys(convolutions, True)
 
 
 def test_a_processor_without_bfloat16_decodes_the_same(monkeypatch):

@@ -171,7 +171,10 @@ class Conv3d(nn.Module):
 
 
 def channels_last(like: Tensor, *shape: int) -> Tensor:
-    """An empty activation whose frames are contiguous [H, W, C]: what convolutions on CPU and CUDA work fastest in."""
+    """An empty activation whose frames are contiguous [H, W, C]: what convolutions on CPU and CUDA work fastest in.
+
+    For other layouts torch 2.9 with cuDNN before 9.15 has a bf16 convolution that takes many times the memory.
+    """
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last_3d)
 
 
@@ -187,7 +190,7 @@ def convolve_in_fp32(conv: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
     return run(x.float(), conv.weight.float(), cast(Tensor, conv.bias).float(), padding=conv.padding).to(x.dtype)
 
 
-def normalise(x: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, eps: float) -> Tensor:
     """x * rsqrt(mean over channels of x^2 + eps), fp32 inside, one rounding at the end, no weight (40 §4.3)."""
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().mean(1, keepdim=True) + eps)).to(x.dtype)
@@ -205,11 +208,11 @@ class ResBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # 40 trap 6: the norm is rounded to the dtype of x before the activation
-        h = self.conv1(self.conv1.padded(x, lambda frame: self.first(normalise(frame, NORM_EPS))))
-        h = self.conv2.padded(h, lambda frame: F.silu(normalise(frame, NORM_EPS)))  # the unnormed h is freed here
+        h = self.conv1(self.conv1.padded(x, lambda frame: self.first(rms_norm(frame, NORM_EPS))))
+        h = self.conv2.padded(h, lambda frame: F.silu(rms_norm(frame, NORM_EPS)))  # the unnormed h is freed here
         h = self.conv2(h)
         if self.conv_shortcut is not None:
-            x = self.conv_shortcut(self.conv_shortcut.padded(x, lambda frame: normalise(frame, self.shortcut_eps)))
+            x = self.conv_shortcut(self.conv_shortcut.padded(x, lambda frame: rms_norm(frame, self.shortcut_eps)))
         return h.add_(x)
 
 
@@ -317,7 +320,7 @@ class TurboDecoder(nn.Module):
         ]
 
     def _last_conv(self, x: Tensor) -> Tensor:
-        return self.conv_out(self.conv_out.padded(x, lambda frame: F.silu(normalise(frame, NORM_EPS))))
+        return self.conv_out(self.conv_out.padded(x, lambda frame: F.silu(rms_norm(frame, NORM_EPS))))
 
 
 def unpatchify(x_BCTHW: Tensor) -> Tensor:
