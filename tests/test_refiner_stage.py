@@ -9,10 +9,10 @@ from magi2_native.magi2_core.events import Silent
 from magi2_native.magi2_core.refiner.stage import (
     RefinerSettings,
     add_noise,
-    lift,
     model_evaluate,
     noise_table,
     refine,
+    stretch,
 )
 from magi2_native.tests.refiner_models import CONFIG, WINDOW, make_refiner
 from torch import Tensor
@@ -70,11 +70,11 @@ def test_the_size_is_floored_to_the_latent_grid() -> None:
 
 
 def test_stretching_keeps_the_corners_and_inserts_the_midpoints_in_time() -> None:
-    lifted = lift(VIDEO, (5, 4, 7))
-    assert lifted.shape == (1, 4, 5, 4, 7)
+    stretched = stretch(VIDEO, (5, 4, 7))
+    assert stretched.shape == (1, 4, 5, 4, 7)
     for corner in ((0, 0, 0), (-1, -1, -1), (0, -1, 0)):
-        assert torch.allclose(lifted[0, :, *corner], VIDEO[0, :, *corner], atol=1e-6)
-    assert torch.allclose(lifted[:, :, 1, 0, 0], (VIDEO[:, :, 0, 0, 0] + VIDEO[:, :, 1, 0, 0]) / 2, atol=1e-6)
+        assert torch.allclose(stretched[0, :, *corner], VIDEO[0, :, *corner], atol=1e-6)
+    assert torch.allclose(stretched[:, :, 1, 0, 0], (VIDEO[:, :, 0, 0, 0] + VIDEO[:, :, 1, 0, 0]) / 2, atol=1e-6)
 
 
 def test_the_noise_table_runs_from_nearly_clean_to_nothing_left() -> None:
@@ -97,7 +97,7 @@ def test_level_zero_adds_no_noise_and_draws_none() -> None:
     recorder = Recorder()
     recorder.run(noise_value=0)
     assert recorder.draws == []
-    assert torch.equal(recorder.calls[0][1], lift(VIDEO, (5, 4, 6)))
+    assert torch.equal(recorder.calls[0][1], stretch(VIDEO, (5, 4, 6)))
 
 
 def test_each_step_asks_with_the_prompt_then_without() -> None:

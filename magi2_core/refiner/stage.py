@@ -78,7 +78,7 @@ class RefinerSettings:
         return 2 * preview_frames - 1, self.height // SPATIAL_STRIDE, self.width // SPATIAL_STRIDE
 
 
-def lift(video_1CTHW: Tensor, grid: tuple[int, int, int]) -> Tensor:
+def stretch(video_1CTHW: Tensor, grid: tuple[int, int, int]) -> Tensor:
     """Stretch a latent [1, C, T, H, W] fp32 over time and space, corners on corners (50 §9.2)."""
     return F.interpolate(video_1CTHW.float(), size=grid, mode="trilinear", align_corners=True)
 
@@ -111,7 +111,7 @@ def refine(
     `events.check` is called before every forward; RequestError and NonFiniteError as `denoise`.
     """
     sampling = settings.sampling()
-    x = add_noise(lift(video, settings.grid(video.shape[2])), settings.noise_value, draw)
+    x = add_noise(stretch(video, settings.grid(video.shape[2])), settings.noise_value, draw)
     shown, stepped = _sound(settings.audio_noise_scale, audio.float(), draw)
     scale = frame_scale(sampling.guidance, x.shape[2], torch.device("cpu"))
     unguided = not scale.any()
