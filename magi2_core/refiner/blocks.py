@@ -24,6 +24,7 @@ Window = tuple[Range, ...]
 class WindowSettings:
     """How far a token sees; the defaults are the released ones (50 §2).
 
+    The product uses nothing else; the reference's other modes are there because recorded results use them.
     grid: blocks of `block` tokens (t, h, w), each sees the blocks within `radius` blocks on every axis. scan: the same
     blocks in a row, each sees `win_size` consecutive ones. frame: the blocks are whole frames in raster order, each
     sees the frames within `frame_receptive_field` (all, if that is negative). Raises RequestError for bad values.

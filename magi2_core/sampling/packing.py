@@ -74,6 +74,7 @@ class BranchShape:
 class PackingOptions:
     """What the data proxy section of the released JSON fixes; the defaults are the released values (20 §6).
 
+    The product uses nothing else; the reference's other values are there because recorded results use them.
     time_width: width of the time embedding. time_token: one more row at the end of each branch, which holds the time.
     stretch_rope: the spatial reference size of the video is 32 x 32 instead of its own ("inter").
     """
