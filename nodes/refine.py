@@ -7,7 +7,7 @@ from typing import Any
 from ..magi2_core.refiner.stage import NOISE_LEVELS, RefinerSettings
 from ..magi2_core.refiner.window_attention import BACKENDS
 from ..stages.checkpoint import check_refiner
-from ..stages.refine import CLIPS_OWN, LARGEST_SIDE, check_refiner_seed, refine, refiner_settings
+from ..stages.refine import CLIPS_OWN, LARGEST_SIDE, refine, refiner_settings
 from ..stages.sample import MOST_STEPS
 from ..stages.values import ClipLatent, Conditioning, Model
 from .checks import first_sentence, sentence_of
@@ -167,36 +167,11 @@ class Magi2Refine(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls,
-        steps: int | None = None,
-        video_guidance: float | None = None,
-        noise_value: int | None = None,
-        shift: float | None = None,
-        width: int | None = None,
-        height: int | None = None,
-        audio_noise_scale: float | None = None,
-        audio_guidance: float | None = None,
-        cfg_trick_start_frame: int | None = None,
-        cfg_trick_value: float | None = None,
-        refiner_seed: int | None = None,
-        attention: str | None = None,
+        cls, width: int | None = None, height: int | None = None, attention: str | None = None
     ) -> bool | str:
-        settings = {
-            "steps": steps,
-            "video_guidance": video_guidance,
-            "noise_value": noise_value,
-            "shift": shift,
-            "audio_noise_scale": audio_noise_scale,
-            "audio_guidance": audio_guidance,
-            "cfg_trick_start_frame": cfg_trick_start_frame,
-            "cfg_trick_value": cfg_trick_value,
-            "attention": attention,
-        }
-        known: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
         return first_sentence(
-            sentence_of(lambda: refiner_settings(**known)),
             sentence_of(lambda w, h: refiner_settings(width=w, height=h), width, height),
-            sentence_of(check_refiner_seed, refiner_seed),
+            sentence_of(lambda value: refiner_settings(attention=value), attention),
         )
 
     @classmethod

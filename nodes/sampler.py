@@ -7,8 +7,7 @@ from typing import Any
 from ..magi2_core.errors import check_choice
 from ..magi2_core.sampling.geometry import ORIENTATIONS
 from ..magi2_core.sampling.guidance import HELP
-from ..magi2_core.sampling.noise import check_seed
-from ..stages.sample import MOST_STEPS, RESOLUTIONS, sample, sampling_settings
+from ..stages.sample import MOST_STEPS, RESOLUTIONS, sample
 from ..stages.values import Conditioning, Model, SamplerOptions
 from .checks import first_sentence, sentence_of
 from .comfy import ConditioningType, LatentType, ModelType, OptionsType, io, schema
@@ -97,24 +96,11 @@ class Magi2Sampler(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
-        cls,
-        resolution: str | None = None,
-        orientation: str | None = None,
-        seed: int | None = None,
-        steps: int | None = None,
-        video_guidance: float | None = None,
-        audio_guidance: float | None = None,
-        shift: float | None = None,
-    ) -> bool | str:
+    def validate_inputs(cls, resolution: str | None = None, orientation: str | None = None) -> bool | str:
+        # numbers are not named here: ComfyUI then holds them to the limits of their widgets (60 §2)
         return first_sentence(
             sentence_of(lambda value: check_choice("resolution", value, RESOLUTIONS), resolution),
             sentence_of(lambda value: check_choice("orientation", value, ORIENTATIONS), orientation),
-            sentence_of(check_seed, seed),
-            sentence_of(lambda value: sampling_settings(value, 7.0, 5.0, 7.0, None), steps),
-            sentence_of(lambda value: sampling_settings(1, value, 5.0, 7.0, None), shift),
-            sentence_of(lambda value: sampling_settings(1, 7.0, value, 7.0, None), video_guidance),
-            sentence_of(lambda value: sampling_settings(1, 7.0, 5.0, value, None), audio_guidance),
         )
 
     @classmethod

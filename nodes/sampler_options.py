@@ -8,10 +8,10 @@ from typing import Any
 from ..magi2_core.sampling.guidance import HELP
 from ..magi2_core.sampling.noise import NOISE_DEVICES
 from ..stages.sample import LARGEST_SIDE, OPTION_FIELDS, sampler_options
-from .checks import sentence_of
+from .checks import first_sentence, sentence_of
 from .comfy import OptionsType, io, schema
 
-# What the widgets let through; the settings check themselves.
+# What ComfyUI lets through for inputs that validate_inputs does not name (60 §2); the settings check themselves.
 LIMITS = {
     "cfg_trick_start_frame": (0, 1000),
     "cfg_trick_value": (-100.0, 100.0),
@@ -62,28 +62,12 @@ class Magi2SamplerOptions(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls,
-        width: int | None = None,
-        height: int | None = None,
-        noise_device: str | None = None,
-        cfg_trick_start_frame: int | None = None,
-        cfg_trick_value: float | None = None,
-        dynamic_cfg_start_t: int | None = None,
-        dynamic_cfg_cutoff_value: float | None = None,
-        skimmed_cfg_scale: float | None = None,
-        cfg_rescale: float | None = None,
+        cls, width: int | None = None, height: int | None = None, noise_device: str | None = None
     ) -> bool | str:
-        numbers = {
-            "cfg_trick_start_frame": cfg_trick_start_frame,
-            "cfg_trick_value": cfg_trick_value,
-            "dynamic_cfg_start_t": dynamic_cfg_start_t,
-            "dynamic_cfg_cutoff_value": dynamic_cfg_cutoff_value,
-            "skimmed_cfg_scale": skimmed_cfg_scale,
-            "cfg_rescale": cfg_rescale,
-        }
-        known: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
-        size = (width, height) if width is not None and height is not None else (0, 0)
-        return sentence_of(lambda: sampler_options(*size, noise_device or NOISE_DEVICES[0], **known))
+        return first_sentence(
+            sentence_of(lambda w, h: sampler_options(w, h), width, height),
+            sentence_of(lambda value: sampler_options(noise_device=value), noise_device),
+        )
 
     @classmethod
     def execute(cls, width: int, height: int, noise_device: str, **guidance: Any) -> Any:

@@ -42,6 +42,8 @@ def sampler_options(
         raise RequestError(f"The size is {width}x{height}; give both sides, or 0 for both to use the resolution's own.")
     if width and height:
         check_size(width, height)
+        if max(width, height) > LARGEST_SIDE:
+            raise RequestError(f"The size is {width}x{height}; both sides must be at most {LARGEST_SIDE}.")
     GuidanceSettings(**guidance)
     return {"width": width, "height": height, "noise_device": noise_device, "guidance": guidance}
 

@@ -12,6 +12,7 @@ import pytest
 from magi2_native.headless.steps import STEPS
 from magi2_native.magi2_core.engine import CALLS
 from magi2_native.stages.progress import STAGES
+from magi2_native.tests.comfy_stub import refusal
 from magi2_native.tests.comfy_stub.fixtures import Graph, graph_in
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,6 +141,17 @@ def test_combos_are_checked_by_the_node_because_the_server_does_not(graph: Graph
             answer = cls.validate_inputs(**{slot.id: "zzz"})
             assert isinstance(answer, str), f"{node}.{slot.id} accepts anything"
             assert "zzz" in answer
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_numbers_beyond_the_limits_of_their_widgets_are_not_queued(graph: Graph, node: str) -> None:
+    """ComfyUI itself checks only those that `validate_inputs` does not name (60 §2)."""
+    slots = {slot.id: slot.extra for slot in schema(graph, node).inputs if slot.io_type in ("INT", "FLOAT")}
+    others = {name: extra["default"] for name, extra in slots.items()}
+    for name, extra in slots.items():
+        for value in (extra["min"] - 1, extra["max"] + 1):
+            assert refusal(graph.nodes[node], **{**others, name: value}), f"{node}.{name} takes {value}"
+    assert refusal(graph.nodes[node], **others) == ""
 
 
 @pytest.mark.parametrize("node", NODES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -126,6 +127,25 @@ def node_classes(pack: ModuleType) -> dict[str, Any]:
     listed = asyncio.run(collect())
     assert isinstance(listed, list), "get_node_list must return a list"
     return {cls.GET_SCHEMA().node_id: cls for cls in listed}
+
+
+def refusal(cls: Any, **constants: Any) -> str:
+    """Why 0.3.64 would not queue a node with these constants; "" if it would. It checks the limits of numbers only
+    where `validate_inputs` does not name them (60 §2)."""
+    check = cls.__dict__.get("validate_inputs")
+    named = inspect.getfullargspec(check.__func__).args if check else []
+    slots = {slot.id: slot for slot in cls.GET_SCHEMA().inputs}
+    for name, value in constants.items():
+        slot = slots[name]
+        try:
+            constants[name] = {"INT": int, "FLOAT": float}.get(slot.io_type, lambda same: same)(value)
+        except (TypeError, ValueError) as error:
+            return f"{name}: {error}"
+        low, high = slot.extra.get("min"), slot.extra.get("max")
+        if name not in named and low is not None and (constants[name] < low or constants[name] > high):
+            return f"Value {value} of {name} is outside {low} to {high}"
+    answer = cls.validate_inputs(**{k: v for k, v in constants.items() if k in named}) if check else True
+    return "" if answer is True else answer
 
 
 def execute(cls: Any, *, node_id: str = "1", **inputs: Any) -> Any:
