@@ -139,6 +139,32 @@ def test_a_server_that_was_started_again_gets_the_settings(page: Page) -> None:
     wait_for_settings(page, {"give_up": "when asked", "idle_minutes": 0.0})
 
 
+def test_the_page_leaves_what_is_typed_into_texts_alone(page: Page) -> None:
+    """30 §12: its dynamic prompts would choose from {a|b} and strip //, which destroys captions."""
+    text = "{a|b} // c (word:1.2) [x:y] embedding:z %date% {{\n\"k\": {}}} 雨 🎬"
+    kinds = ("Magi2Caption", "Magi2EncodePrompt", "Magi2EnhancePrompt")
+    known = page.server.get("/object_info")
+    page.run("() => window.app.graph.clear()")
+    page.run(
+        """([kinds, text]) => {
+            for (const kind of kinds) {
+                const node = LiteGraph.createNode(kind);
+                window.app.graph.add(node);
+                for (const widget of node.widgets) {
+                    if (typeof widget.value === "string" && widget.type !== "combo") widget.value = text;
+                }
+            }
+        }""",
+        [kinds, text],
+    )
+    sent = {node["class_type"]: node["inputs"] for node in page.prompt().values()}
+    for kind in kinds:
+        slots = {**known[kind]["input"]["required"], **known[kind]["input"].get("optional", {})}
+        texts = [name for name, slot in slots.items() if slot[0] == "STRING" and not slot[1].get("forceInput")]
+        assert texts
+        assert {name: sent[kind][name] for name in texts} == dict.fromkeys(texts, text)
+
+
 def test_every_node_can_be_made(page: Page) -> None:
     found = page.run(
         """() => {
