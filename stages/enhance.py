@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..magi2_core.conditioning.endpoint import SETTINGS_FILE, VARIABLES, Endpoint, find_endpoint
+from ..magi2_core.conditioning.endpoint import DEFAULT_BASE_URL, SETTINGS_FILE, VARIABLES, Endpoint, find_endpoint
 from ..magi2_core.errors import MissingDependencyError, RequestError, check_choice
 from ..magi2_core.events import Events
 from .folders import Folders
@@ -112,8 +112,8 @@ def _enhancer_of(user: Path | None) -> Enhancer:
         file = f", or write them into {user / SETTINGS_FILE}" if user is not None else ""
         raise RequestError(
             f"No language model is set up for enhancing prompts. Set {VARIABLES['base_url']} (the address of an"
-            f" OpenAI-compatible server), {VARIABLES['model']} and, if it needs one, {VARIABLES['api_key']} in the"
-            f" environment{file}."
+            f" OpenAI-compatible server, like {DEFAULT_BASE_URL}), {VARIABLES['model']} and, if it needs one,"
+            f" {VARIABLES['api_key']} in the environment{file}."
         )
     return _enhancer(endpoint, user)
 

@@ -292,6 +292,15 @@ def test_an_endpoint_without_schemas_is_asked_in_plain_words(status: int, messag
         assert len(server.requests) == tries + 2
 
 
+def test_a_strict_schema_is_asked_for_again_after_a_refusal_that_had_another_cause(events: Watcher) -> None:
+    steps = [refused(400, "model not found")] * 2
+    with CaptionServer(*steps, streamed(GOOD)) as server:
+        enhancer = enhancer_for(server)
+        failure(enhancer, events)
+        enhancer.enhance("a boat", None, events)
+        assert "response_format" in server.requests[-1]
+
+
 def test_a_request_that_is_refused_in_plain_words_too_gets_a_sentence(events: Watcher) -> None:
     with CaptionServer(refused(400, "the prompt is not allowed")) as server:
         sentence = failure(enhancer_for(server), events)
@@ -509,6 +518,19 @@ def test_users_can_replace_the_instruction_text(tmp_path: Path, events: Watcher)
     assert server.requests[0]["messages"][0]["content"][0]["text"] == "My own words: a boat"
 
 
+def test_a_variation_is_another_request_also_with_an_instruction_that_has_no_place_for_it(
+    tmp_path: Path, events: Watcher
+) -> None:
+    (tmp_path / "enhance_t2v.md").write_text("Film this: {user_prompt}")
+    with CaptionServer(streamed(GOOD), streamed(GOOD)) as server:
+        enhancer = enhancer_for(server, texts_folder=tmp_path)
+        for variation in ("", "1"):
+            assert not enhancer.enhance("a boat", None, events, variation=variation).from_cache
+        texts = [request["messages"][0]["content"][0]["text"] for request in server.requests]
+    assert texts[0] == "Film this: a boat"
+    assert texts[1].startswith("Film this: a boat\n\nThis is variation 1:")
+
+
 def test_an_instruction_without_a_place_for_the_prompt_gets_a_sentence(tmp_path: Path, events: Watcher) -> None:
     (tmp_path / "enhance_t2v.md").write_text("no place", encoding="utf-8")
     with CaptionServer(streamed(GOOD)) as server:
@@ -539,10 +561,13 @@ def test_the_environment_decides_before_the_settings_file(tmp_path: Path) -> Non
     assert find_endpoint(tmp_path, environment) == Endpoint("http://localhost:8000/v1", "env", KEY, 7.5)
 
 
-def test_a_key_alone_means_the_default_endpoint() -> None:
-    endpoint = find_endpoint(None, {"MAGI2_ENHANCE_API_KEY": KEY})
+def test_a_key_is_sent_to_no_server_that_was_not_named() -> None:
+    assert find_endpoint(None, {"MAGI2_ENHANCE_API_KEY": KEY}) is None
+
+
+def test_the_default_model_is_that_of_the_protocol() -> None:
+    endpoint = find_endpoint(None, {"MAGI2_ENHANCE_BASE_URL": "http://localhost:8000/v1"})
     assert endpoint is not None
-    assert endpoint.host == "generativelanguage.googleapis.com"
     assert endpoint.model == "gemini-3.1-pro-preview"
 
 
@@ -581,4 +606,4 @@ def test_an_impossible_address_gets_a_sentence(address: str) -> None:
 @pytest.mark.parametrize("timeout", ["soon", "-1", "0", "nan"])
 def test_an_impossible_time_out_gets_a_sentence(timeout: str) -> None:
     with pytest.raises(RequestError, match="time-out"):
-        find_endpoint(None, {"MAGI2_ENHANCE_API_KEY": KEY, "MAGI2_ENHANCE_TIMEOUT": timeout})
+        find_endpoint(None, {"MAGI2_ENHANCE_BASE_URL": "http://x", "MAGI2_ENHANCE_TIMEOUT": timeout})

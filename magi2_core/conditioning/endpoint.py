@@ -107,7 +107,7 @@ class Answer:
 
 
 def find_endpoint(settings_folder: Path | None = None, environment: Mapping[str, str] | None = None) -> Endpoint | None:
-    """The endpoint that the user configured, None if there is neither a key nor an address.
+    """The endpoint that the user configured, None without an address: no key is sent to a server that nobody named.
 
     Values come from the variables MAGI2_ENHANCE_API_KEY, _BASE_URL, _MODEL and _TIMEOUT, then from the JSON file
     `magi2_enhance.json` in `settings_folder` (keys api_key, base_url, model, timeout). A local server needs no key.
@@ -118,14 +118,14 @@ def find_endpoint(settings_folder: Path | None = None, environment: Mapping[str,
     for name, variable in VARIABLES.items():
         if environment.get(variable, "").strip():
             values[name] = environment[variable].strip()
-    if not values.get("api_key") and not values.get("base_url"):
+    if not values.get("base_url"):
         return None
     try:
         timeout = float(values.get("timeout") or Endpoint.timeout)
     except ValueError:
         raise RequestError(f"The enhancement time-out {values['timeout']!r} is not a number of seconds.") from None
     return Endpoint(
-        base_url=values.get("base_url") or DEFAULT_BASE_URL,
+        base_url=values["base_url"],
         model=values.get("model") or DEFAULT_MODEL,
         key=values.get("api_key", ""),
         timeout=timeout,

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from ..errors import MissingDependencyError, RequestError
 from ..events import Events
-from .caption_answer import PROMPT_PLACE, AnswerError, caption_request, find_caption
+from .caption_answer import PROMPT_PLACE, VARIATION_PLACE, AnswerError, caption_request, find_caption
 from .captions import Task, caption_problems, response_schema
 from .endpoint import CONNECTION_LOST, Answer, Endpoint, EndpointError, ask
 from .markdown import render_markdown
@@ -113,6 +113,8 @@ class Enhancer:
         try:
             template = instruction(task, self._texts_folder)
             wish = f"This is variation {variation}: choose other details than in the others." if variation else ""
+            if wish and VARIATION_PLACE not in template:  # the user's own instruction need not have one
+                template = f"{template}\n\n{VARIATION_PLACE}"
             model = self.endpoint.model
             request = caption_request(task, template, prompt, picture, model=model, variation=wish)
             return self._enhance(task, request, events)
@@ -158,14 +160,16 @@ class Enhancer:
         )
 
     def _first_answer(self, task: Task, request: dict[str, Any], events: Events) -> Answer:
-        try:
-            return self._send(task, request, events)
-        except EndpointError as error:
-            if not self._strict or not _refuses_schema(error):
-                raise
-        events.log("The endpoint does not take a strict schema; asking in plain words.")
-        self._strict = False
-        return self._send(task, request, events)
+        if self._strict:
+            try:
+                return self._send(task, request, events)
+            except EndpointError as error:
+                if not _refuses_schema(error):
+                    raise
+            events.log("The endpoint does not take a strict schema; asking in plain words.")
+        answer = self._ask(self.endpoint, _plain_request(task, request), events)
+        self._strict = False  # not before an answer: a wrong model name is refused in the same way
+        return answer
 
     def _send(self, task: Task, request: dict[str, Any], events: Events) -> Answer:
         return self._ask(self.endpoint, request if self._strict else _plain_request(task, request), events)
