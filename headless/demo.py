@@ -1,62 +1,89 @@
-"""`./demo`: a miniature checkpoint, a clip from text and a clip from a picture, made by a pool of two workers."""
+"""`./demo`: the shipped workflows on a miniature checkpoint, run by `magi2 run` with a pool of two workers."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 from ..magi2_core.checkpoint.miniature import write_miniature
 from ..magi2_core.codecs.media import read_back
 from ..magi2_core.errors import Magi2Error
-from ..magi2_core.memory.plan import make_plan
-from ..magi2_core.sampling.denoise import SamplingSettings
-from .generate import ClipRequest, generate
-from .session import open_session
+from .cli import main as magi2
 from .terminal import TerminalEvents
 
-PROMPT = "A red kite climbs over a windy beach while waves break and gulls call."
+WORKFLOWS = Path(__file__).resolve().parents[1] / "workflows" / "api"
+TEMPLATES = ("text_to_clip", "picture_to_clip")
 EXPECTED = (125, 448, 256, Fraction(25, 2), 441_000, 44_100, 2)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="./demo", description="Make two clips with a miniature checkpoint.")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint and the clips")
+    def run(options: argparse.Namespace) -> None:
+        models = options.output / "models"
+        write_inputs(models / "miniature", options.output / "input")
+        for template in TEMPLATES:
+            make_clip(
+                "run", template, options, "--models", str(models), "--input", str(options.output / "input"),
+                "--set", "Magi2LoadCheckpoint.checkpoint=miniature",
+                "--set", f"Magi2LoadCheckpoint.devices={options.workers}xcpu",
+            )  # fmt: skip
+        print("\nThe same on a real ComfyUI that you have installed: COMFYUI_ROOT=/path/to/ComfyUI ./demo")
+
+    return demo("Make two clips with a miniature checkpoint.", run)
+
+
+def demo(description: str, run: Callable[[argparse.Namespace], None]) -> int:
+    """Read the options of a demo, run it, and return its exit code."""
+    parser = argparse.ArgumentParser(prog="./demo", description=description)
+    parser.add_argument("--output", type=Path, required=True, help="folder for what is written")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
+    started = time.monotonic()
     try:
-        return demo(options.output, options.steps, options.workers)
-    except (Magi2Error, RuntimeError) as error:
+        options.output.mkdir(parents=True, exist_ok=True)
+        run(options)
+    except KeyboardInterrupt:
+        return 130
+    except (Magi2Error, OSError, AssertionError) as error:
         print(f"FAILED: {error}", file=sys.stderr)
         return 1
-
-
-def demo(folder: Path, steps: int, workers: int) -> int:
-    """Make both clips, check what the files really hold, and say so."""
-    started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint, picture = folder / "checkpoint", folder / "picture.png"
-    print(f"A miniature checkpoint of random weights: {checkpoint}")
-    write_miniature(checkpoint, seed=0)
-    draw_picture(picture)
-    clips = {"text to clip": ({}, folder / "text.mp4"), "picture to clip": ({1: picture}, folder / "picture.mp4")}
-    plan = make_plan(checkpoint, devices=["cpu"] * workers)
-    with TerminalEvents() as events, open_session(plan) as session:
-        for name, (images, output) in clips.items():
-            print(f"\n{name}: {output}")
-            request = ClipRequest(PROMPT, output, images=images, resolution="272p", settings=SamplingSettings(steps))
-            generate(request, session, events)
-    print()
-    for name, (_, output) in clips.items():
-        check_clip(output)
-        print(f"{name}: {output}")
-        print("  checked by decoding it: 125 frames of 448x256 at 25/2 fps, 441,000 stereo samples at 44.1 kHz")
-    print("The pictures are noise, because the weights are; a real checkpoint takes the same way.")
     print(f"Done in {time.monotonic() - started:.0f} s.")
     return 0
+
+
+def write_inputs(checkpoint: Path, pictures: Path) -> None:
+    """A miniature checkpoint, and the picture that the workflows name."""
+    print(f"A miniature checkpoint of random weights: {checkpoint}", flush=True)
+    with TerminalEvents() as events:
+        write_miniature(checkpoint, seed=0, events=events)
+    pictures.mkdir(parents=True, exist_ok=True)
+    draw_picture(pictures / "example.png")
+
+
+def make_clip(command: str, template: str, options: argparse.Namespace, *more: str) -> None:
+    """Run a shipped workflow by a command of `magi2`, which is printed so that it can be copied, and check the clip.
+
+    Raises Magi2Error if the command fails or the clip is not exactly one of 272p, KeyboardInterrupt if that ended it.
+    """
+    folder = options.output / template
+    arguments = [command, str(WORKFLOWS / f"{template}.json"), "--output", str(folder), *more,
+                 "--set", f"Magi2Sampler.steps={options.steps}"]  # fmt: skip
+    print(f"\n{Path(sys.executable).with_name('magi2')} {shlex.join(arguments)}", flush=True)
+    before = set(folder.rglob("*.mp4"))
+    code = magi2(arguments)
+    if code > 128:
+        raise KeyboardInterrupt
+    if code:
+        raise Magi2Error("The command above ended with an error.")
+    (clip,) = set(folder.rglob("*.mp4")) - before
+    check_clip(clip)
+    print("  checked by decoding it: 125 frames of 448x256 at 25/2 fps, 441,000 stereo samples at 44.1 kHz")
+    print("  The picture is noise, because the weights are; a real checkpoint takes the same way.", flush=True)
 
 
 def check_clip(path: Path) -> None:
