@@ -74,6 +74,13 @@ def folders() -> Folders:
     )
 
 
+def server_folders() -> list[Path]:
+    """All folders of this server, inner ones first."""
+    found = folders()
+    known = {*found.checkpoints, found.output, found.input, found.temp, found.user, *map(Path, comfyui_root())}
+    return sorted((path for path in known if path and path.name), key=lambda path: len(path.parts), reverse=True)
+
+
 def user_folder() -> Path:
     """Where the user may put own texts for the pack, such as negative_prompt.txt."""
     return Path(folder_paths.get_user_directory()) / MODEL_FOLDER

@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 from ..distributed.pool import PoolError
 from ..magi2_core.errors import Magi2Error, RequestError
 from ..stages.manager import PoolManager
-from .comfy import workflows_left
+from .comfy import server_folders, workflows_left
 from .memory import GIVE_UP, MemoryBridge
 
 PATIENCE_S = 2.0
 MAX_BODY = 4096
 MAX_IDLE_MINUTES = 24 * 60
-# anything that looks like a path keeps only its last part: the panel must not tell how the machine is laid out
-_PATH = re.compile(r"(?:[A-Za-z]:)?(?:[/\\][^\s/\\:'\",;]+)+[/\\]([^\s/\\:'\",;]*)")
+# what looks like an absolute path, without spaces, and its last part
+_PATH = re.compile(r"(?<![\w.-])(?:[A-Za-z]:)?(?:[/\\][^\s/\\:'\",;]+)+[/\\]([^\s/\\:'\",;]*)")
 
 
 def register_routes(server: Any, manager: PoolManager, bridge: MemoryBridge) -> None:
@@ -114,5 +114,9 @@ def public_status(manager: PoolManager, bridge: MemoryBridge) -> dict[str, Any]:
 
 
 def shorten_paths(text: str) -> str:
-    """Replace every absolute path by its last part."""
+    """Take out of paths how the machine is laid out (60 §11): those below a folder of ComfyUI's begin there, and of
+    others only the last part stays."""
+    for root in server_folders():
+        below = rf"(?<![\w.-]){re.escape(str(root))}(?:([/\\])|(?![\w.-]))"
+        text = re.sub(below, lambda found, name=root.name: "" if found[1] else name, text)
     return _PATH.sub(r"\1", text)

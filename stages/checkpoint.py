@@ -9,7 +9,7 @@ from pathlib import Path
 from ..magi2_core.checkpoint.inspect import require
 from ..magi2_core.errors import RequestError
 from ..magi2_core.memory.plan import make_plan
-from .folders import Folders, resolve_checkpoint
+from .folders import Folders, checkpoint_name, resolve_checkpoint
 from .values import Model
 
 DEVICES_VARIABLE = "MAGI2_DEVICES"
@@ -40,7 +40,7 @@ def load_checkpoint(
     )  # fmt: skip
     if plan.shortage and not start_anyway:
         raise RequestError(f"{plan.describe()}\nTurn on start_anyway to try it all the same.")
-    return Model(checkpoint, plan, checkpoint_identity(root))
+    return Model(checkpoint_name(root, folders), plan, checkpoint_identity(root))
 
 
 def check_pictures(model: Model) -> None:

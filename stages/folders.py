@@ -67,6 +67,11 @@ def resolve_checkpoint(name: str, folders: Folders) -> Path:
     )
 
 
+def checkpoint_name(path: Path, folders: Folders) -> str:
+    """The name of a checkpoint's folder, which tells nothing of where the registered folder is."""
+    return next(path.relative_to(root).as_posix() for root in folders.checkpoints if path.is_relative_to(root))
+
+
 def resolve_inside(name: str, roots: Sequence[Path], what: str) -> Path:
     """The existing file `name` below one of `roots`; RequestError if it is not there or leaves them (80 line 20)."""
     relative = name.strip().replace("\\", "/")

@@ -121,8 +121,30 @@ def test_the_status_tells_no_file_paths(graph: Graph, tmp_path: Path) -> None:
     graph.conditioning()
     graph.manager.note(f"reading {tmp_path}/models/magi2/mini/preview/model.safetensors and 3/61 shards")
     _, answer = ask(graph, "GET", "/magi2/status")
-    assert answer["log"][-1] == "reading model.safetensors and 3/61 shards"
+    assert answer["log"][-1] == "reading mini/preview/model.safetensors and 3/61 shards"
     assert str(tmp_path) not in json.dumps(answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("BASE/models/magi2/my mini/preview/x.safetensors is cut short", "my mini/preview/x.safetensors is cut short"),
+        ("no refiner in 'BASE/models/magi2', nor in BASE/output.", "no refiner in 'magi2', nor in output."),
+        ("BASE/models/magi2-old/x.bin", "x.bin"),
+        ("/data/BASE/output/x.bin", "x.bin"),
+        ("C:\\Users\\me\\x.bin", "x.bin"),
+        ("3/61 shards of mini/preview/x.bin", "3/61 shards of mini/preview/x.bin"),
+    ],
+)
+def test_paths_in_the_log_begin_at_comfyuis_folders(graph: Graph, tmp_path: Path, text: str, shown: str) -> None:
+    graph.manager.note(text.replace("BASE", str(tmp_path)).replace("//", "/"))
+    assert ask(graph, "GET", "/magi2/status")[1]["log"][-1] == shown
+
+
+def test_a_model_that_was_named_by_its_whole_path_is_shown_by_its_name(graph: Graph, tmp_path: Path) -> None:
+    model = graph.model(checkpoint=str(tmp_path / "models" / "magi2" / "mini"))
+    graph.run("Magi2EncodePrompt", model=model, prompt="a", negative_prompt="")
+    assert ask(graph, "GET", "/magi2/status")[1]["model"] == "mini"
 
 
 def test_pages_hear_of_changes(graph: Graph) -> None:
