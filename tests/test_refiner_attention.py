@@ -1,13 +1,17 @@
 """Window attention by every backend (50 §6)."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
 import torch
-from magi2_native.magi2_core.errors import RequestError
+from magi2_native.magi2_core.errors import MissingDependencyError, RequestError
 from magi2_native.magi2_core.refiner import window_attention
 from magi2_native.magi2_core.refiner.blocks import BlockPlan, WindowSettings, plan_blocks
 from magi2_native.magi2_core.refiner.window_attention import flex_block_mask, plan_windows, window_attention_
 from magi2_native.tests.refiner_models import attended_pairs
 from torch import Tensor
+from torch.fx import GraphModule
 
 CPU = torch.device("cpu")
 SMALL = WindowSettings(block=(2, 2, 2), radius=(1, 1, 1))
@@ -145,6 +149,48 @@ def test_the_compiled_backend_equals_the_definition_uncompiled(monkeypatch: pyte
     expected = definition(q, k, v, plan)
     got = window_attention_(q, k, v, plan_windows(plan, CPU, "flex"))
     assert (got.double() - expected).abs().max() < 2e-6
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GraphModule]]:
+    """What is compiled for the flex backend; it is run as it is."""
+    graphs: list[GraphModule] = []
+
+    def keep(graph: GraphModule, _inputs: list[Tensor]) -> GraphModule:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    window_attention._compiled_flex.cache_clear()
+    yield graphs
+    window_attention._compiled_flex.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_prompts_of_other_lengths_compile_nothing_again(compiler: list[GraphModule]) -> None:
+    counts = []
+    for tail in (9, 30, 55, 300, 41, 87, 120, 1, 200, 77, 430):
+        plan = plan_blocks((5, 6, 7), tail, SMALL)
+        q, k, v = random_qkv(plan)
+        expected = definition(q, k, v, plan)
+        got = window_attention_(q, k, v, plan_windows(plan, CPU, "flex"))
+        assert (got.double() - expected).abs().max() < 2e-6
+        counts.append(len(compiler))
+    # one length, then other lengths of as many tiles, then all
+    assert counts[:3] == [1, 2, 3]
+    assert set(counts[3:]) == {3}
+
+
+def test_a_kernel_that_cannot_be_compiled_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_graph: GraphModule, _inputs: list[Tensor]) -> GraphModule:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    window_attention._compiled_flex.cache_clear()
+    plan = PLANS["short last blocks"]
+    with pytest.raises(MissingDependencyError, match=r"Failed to find C compiler\..*'gather'"):
+        window_attention_(*random_qkv(plan), plan_windows(plan, CPU, "flex"))
+    window_attention._compiled_flex.cache_clear()
 
 
 def test_an_unknown_backend_is_refused() -> None:

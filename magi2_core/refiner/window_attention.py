@@ -29,6 +29,8 @@ _GATHERED = {"cpu": 1 << 24}
 _GATHERED_GPU = 1 << 29
 # Rows of a tile of the compiled kernel.
 _TILE = 128
+# Where the errors of a compilation come from.
+_COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 
 
 @dataclass(frozen=True)
@@ -159,15 +161,28 @@ def _dense(q_NQHd: Tensor, k_NKHd: Tensor, v_NKHd: Tensor) -> Tensor:
 
 
 def _flex(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, plan: WindowPlan) -> Tensor:
+    """Compiles for the first lengths that it is given. MissingDependencyError where nothing can be compiled."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_THd, v_THd))
-    return _compiled_flex()(q, k, v, block_mask=plan.block_mask, enable_gqa=True)[0].transpose(0, 1)
+    try:
+        o: Tensor = _compiled_flex()(q, k, v, block_mask=plan.block_mask, enable_gqa=True)
+    except Exception as error:
+        if not type(error).__module__.startswith(_COMPILERS):
+            raise
+        reason = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
+        raise MissingDependencyError(
+            f"The flex backend of the window attention cannot be compiled here ({reason}). It needs Triton and a C"
+            " compiler; choose the backend 'gather'."
+        ) from error
+    return o[0].transpose(0, 1)
 
 
 @cache
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    # Every prompt has a length of its own: the second one is compiled for all that follow. Without fullgraph torch
+    # would give up compiling some day, and make the scores of all pairs of tokens.
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def flex_block_mask(blocks: BlockPlan, device: torch.device) -> Any:
@@ -178,12 +193,14 @@ def flex_block_mask(blocks: BlockPlan, device: torch.device) -> Any:
     """
     rows = _rows(blocks).to(device)
     video = blocks.video
+    # One row for the whole tail: their size does not follow the prompt's length, for which nothing is compiled again.
+    place_AV, low_AV, high_AV = (x[:, : video + 1].contiguous() for x in (rows.place_AT, rows.low_AT, rows.high_AT))
 
     def allowed(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = (query >= video) | (key >= video)
+        query, key = query.clamp(max=video), key.clamp(max=video)
         inside = [
-            (rows.low_AT[axis, query] <= rows.place_AT[axis, key])
-            & (rows.place_AT[axis, key] <= rows.high_AT[axis, query])
+            (low_AV[axis, query] <= place_AV[axis, key]) & (place_AV[axis, key] <= high_AV[axis, query])
             for axis in range(3)
         ]
         return near | (inside[0] & inside[1] & inside[2])
