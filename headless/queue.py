@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import filecmp
 import json
 import uuid
 from collections.abc import Callable, Iterable
@@ -130,10 +131,10 @@ def _node_errors(node_errors: dict[str, Any], workflow: Workflow) -> list[str]:
 
 
 def _words(error: dict[str, Any]) -> str:
-    text = str(error.get("details") or error.get("message"))
+    message, details = str(error.get("message") or ""), str(error.get("details") or "")
     if error.get("type") == "custom_validation_failed":  # said of the node, and repeated for each of its inputs
-        text = text.partition(" - ")[2] or text
-    return text
+        return details.partition(" - ")[2] or details
+    return ": ".join(filter(None, (message, details)))
 
 
 async def _follow(aiohttp: Any, socket: Any, workflow: Workflow, prompt_id: str, events: Events) -> None:
@@ -212,11 +213,11 @@ async def _download(
     written = []
     for found in saved_files(entry.get("outputs") or {}):
         query = "&".join(f"{key}={quote(str(found.get(key, '')))}" for key in ("filename", "subfolder", "type"))
-        target = unused(output / Path(found["filename"]).name)
+        target = output / Path(found["filename"]).name
         async with session.get(f"{base}/view?{query}") as answer:
             if answer.status != 200:
                 raise RequestError(f"The server does not hand out {found['filename']} (status {answer.status}).")
-            await _write(answer.content.iter_chunked(1 << 20), target)
+            target = await _write(answer.content.iter_chunked(1 << 20), target)
         written.append(target)
         on_file(target)
     if not written:
@@ -236,13 +237,19 @@ def saved_files(outputs: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def _write(chunks: Any, target: Path) -> None:
-    """Write a download through a temporary name, so that a broken one leaves nothing under the final name."""
+async def _write(chunks: Any, target: Path) -> Path:
+    """Write a download and return where it is: under another name if something else has this one.
+
+    It gets a temporary name first, so that a broken download leaves nothing under the final one.
+    """
     part = target.with_name(f"{target.name}.part")
     try:
         with part.open("wb") as file:
             async for chunk in chunks:
                 file.write(chunk)
-        part.replace(target)
+        if not target.exists() or not filecmp.cmp(part, target, shallow=False):
+            target = unused(target)
+            part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+    return target

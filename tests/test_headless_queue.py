@@ -154,12 +154,12 @@ def test_a_history_that_comes_late_is_waited_for(comfy: Comfy, tmp_path: Path) -
 
 def test_nothing_that_is_there_is_overwritten(comfy: Comfy, tmp_path: Path) -> None:
     told: list[Path] = []
-    for _ in range(3):
+    for content in (b"one", b"another", b"a third", b"one"):
+        comfy.content = content
         comfy.sockets.clear()
         queue_workflow(small_prompt(), comfy.url, tmp_path, Silent(), told.append)
-        comfy.content += b" of another server"
-    assert [path.name for path in told] == ["a b.mp4", "a b-2.mp4", "a b-3.mp4"]
-    assert told[0].read_bytes() == b"mp4 bytes"
+    assert [path.name for path in told] == ["a b.mp4", "a b-2.mp4", "a b-3.mp4", "a b.mp4"]
+    assert [path.read_bytes() for path in told] == [b"one", b"another", b"a third", b"one"]
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused_before_the_work(comfy: Comfy, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_local_files_are_uploaded_and_renamed_in_the_workflow(comfy: Comfy, tmp_
 def test_a_workflow_that_is_refused_in_part_is_refused_whole(comfy: Comfy, tmp_path: Path, status: int) -> None:
     comfy.status = status
     comfy.node_errors = {"3": {"class_type": "Magi2Sampler", "errors": [{"message": "bad", "details": "steps is 0"}]}}
-    with pytest.raises(RequestError, match=r"node 3 \(Magi2Sampler\): steps is 0"):
+    with pytest.raises(RequestError, match=r"node 3 \(Magi2Sampler\): bad: steps is 0"):
         queue_workflow(small_prompt(), comfy.url, tmp_path, Silent())
     if status == 200:
         assert ("/queue", {"delete": [PROMPT_ID]}) in comfy.seen
