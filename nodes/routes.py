@@ -117,6 +117,7 @@ def shorten_paths(text: str) -> str:
     """Take out of paths how the machine is laid out (60 §11): those below a folder of ComfyUI's begin there, and of
     others only the last part stays."""
     for root in server_folders():
-        below = rf"(?<![\w.-]){re.escape(str(root))}(?:([/\\])|(?![\w.-]))"
-        text = re.sub(below, lambda found, name=root.name: "" if found[1] else name, text)
+        found = rf"(?<![\w.-]){re.escape(str(root))}"
+        text = re.sub(rf"{found}[/\\]", "", text)
+        text = re.sub(rf"{found}(?![\w-]|\.\w)", root.name.replace("\\", r"\\"), text)
     return _PATH.sub(r"\1", text)
