@@ -42,6 +42,7 @@ from .worker import (
     LineForwarder,
     RankEvents,
     describe_error,
+    find,
     give_back_free_memory,
     introduce,
     make_engine,
@@ -74,6 +75,8 @@ class HostRank:
             answer = self._run(message)
         elif message["kind"] == "hello":
             answer = self._begin(message)
+        elif message["kind"] == "ask":
+            answer = self._answer(message)
         else:
             answer = self._leave()
         give_back_free_memory()
@@ -94,6 +97,14 @@ class HostRank:
             self._tell_at_once({**end, "serial": 0})
             return end
         return {"kind": "ready", **introduce(self.device), "host": socket.gethostname()}
+
+    def _answer(self, question: Message) -> Message:
+        """What a client wants to know of every rank before it has an engine made, see remote.ask."""
+        known = {"kind": "answer", "ranks": self.mail.ranks, "host": socket.gethostname(), "error": None}
+        try:
+            return {**known, "found": find(question["function"])(self.device)}
+        except Exception as error:
+            return {**known, "error": describe_error(error)}
 
     def _run(self, message: Message) -> Message:
         assert self._engine is not None

@@ -20,6 +20,52 @@ _RETRY_SECONDS = 0.25
 _CHANNEL_SECONDS = 10.0
 
 
+def ask(address: str, function: str, seconds: float = 30.0) -> list[dict[str, Any]]:
+    """What `function` ("package.module:callable", called with the rank's device) finds on each rank of a launch, a dict
+    of plain values, with its `host` added; in rank order. PoolError if no workers answer, or one cannot."""
+    address, deadline = os.path.expanduser(address), time.monotonic() + seconds
+    while True:
+        channel = _reach(address)
+        if channel is not None:
+            with contextlib.suppress(EOFError, OSError, TransportError), contextlib.closing(channel):
+                channel.send({"kind": "ask", "function": function})
+                return _answers(channel)
+        if time.monotonic() > deadline:
+            raise PoolError(_nobody(address))
+        time.sleep(_RETRY_SECONDS)
+
+
+def _answers(channel: Channel) -> list[dict[str, Any]]:
+    answers: list[dict[str, Any]] = []
+    while not answers or len(answers) < answers[0]["ranks"]:
+        if (message := channel.receive())["kind"] == "answer":
+            answers.append(message)
+    for answer in answers:
+        if answer["error"]:
+            raise PoolError(f"Rank {answer['rank']} on {answer['host']} cannot answer: {answer['error']['message']}")
+    return [{**answer["found"], "host": answer["host"]} for answer in sorted(answers, key=lambda each: each["rank"])]
+
+
+def _reach(address: str) -> Channel | None:
+    """A connection to rank 0 of the launch that listens there, if one does."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_CHANNEL_SECONDS)
+    try:
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        return None
+    return Channel(connection)
+
+
+def _nobody(address: str, lost: int = 0) -> str:
+    gone = f" ({lost} connections to them were lost, see the output of torchrun)" if lost else ""
+    return (
+        f"No workers answer at {address}{gone}; start them with torchrun on every host, see docs/multi-node.md. They "
+        "serve one client at a time."
+    )
+
+
 class RemoteReplica(Replica):
     def __init__(self, spec: PoolSpec, index: int) -> None:
         super().__init__(spec, index)
@@ -43,22 +89,13 @@ class RemoteReplica(Replica):
         """Try to reach rank 0, which may still be starting, or starting anew after a fault."""
         if now > self._deadline:
             self.kill()
-            lost = f" ({self._lost} connections to them were lost, see the output of torchrun)" if self._lost else ""
-            self.start_error = PoolError(
-                f"No workers answer at {self._address}{lost}; start them with torchrun on every host, see "
-                "docs/multi-node.md."
-            )
+            self.start_error = PoolError(_nobody(self._address, self._lost))
         if now < self._try_at or self.state == "down":
             return
         self._try_at = now + _RETRY_SECONDS
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(_CHANNEL_SECONDS)
-        try:
-            connection.connect(self._address)
-        except OSError:
-            connection.close()
+        self._channel = _reach(self._address)
+        if self._channel is None:
             return
-        self._channel = Channel(connection)
         self._send({
             "kind": "hello", "engine": self._spec.engine, "plan": dict(self._spec.plan),
             "first": self.index * self.size, "layout": asdict(self._spec.layout),

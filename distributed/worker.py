@@ -186,9 +186,15 @@ def send_end(send: Callable[[dict[str, Any]], None], end: dict[str, Any]) -> Non
 
 def make_engine(path: str, plan: dict[str, Any], parallel: ParallelContext) -> Engine:
     """Call the factory named by "package.module:callable"."""
-    module, _, name = path.partition(":")
-    engine: Engine = getattr(importlib.import_module(module), name)(plan, parallel)
+    engine: Engine = find(path)(plan, parallel)
     return engine
+
+
+def find(path: str) -> Callable[..., Any]:
+    """What "package.module:callable" names."""
+    module, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

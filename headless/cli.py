@@ -134,6 +134,8 @@ def _add_generate(commands: Any) -> None:
     machine = command.add_argument_group("machine")
     machine.add_argument("--device", help="devices, such as cuda:0,cuda:1 or cpu; every GPU, else the CPU, if left out")
     machine.add_argument("--workers", type=int, help="number of worker processes; one for each device if left out")
+    machine.add_argument("--launch", metavar="SOCKET",
+                         help="use the workers that torchrun started, on this host or several, see docs/multi-node.md")
     machine.add_argument("--layout", default="auto", help="how the model divides over workers, such as sp4 or tp2sp2")
     machine.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"],
                          help="of the weights; float32 takes twice the memory")
@@ -149,6 +151,7 @@ def _generate(options: argparse.Namespace) -> int:
     from ..magi2_core.memory.plan import make_plan
     from ..magi2_core.refiner.stage import RefinerSettings
     from ..magi2_core.sampling.denoise import SamplingSettings
+    from ..stages.session import launched_places
     from .generate import ClipRequest, generate
     from .session import open_session
 
@@ -162,13 +165,17 @@ def _generate(options: argparse.Namespace) -> int:
         settings=SamplingSettings(options.steps, options.shift, guidance),
         refiner=RefinerSettings(steps=options.refiner_steps), output_size=options.output_size, crf=options.crf,
     )
+    if options.launch and (options.device or options.workers):
+        raise RequestError("--launch uses all workers that torchrun started; leave out --device and --workers.")
+    places = launched_places(options.launch) if options.launch else None
     plan = make_plan(options.checkpoint, layout=options.layout, devices=devices(options.device, options.workers),
-                     dtype=options.dtype, residency=options.residency, refiner_residual=options.refiner_residual)
+                     dtype=options.dtype, residency=options.residency, refiner_residual=options.refiner_residual,
+                     places=places)
     if plan.shortage and not options.start_anyway:
         raise RequestError(f"{plan.describe()}\nGive --start-anyway to try it all the same.")
     with JsonEvents() if options.json else TerminalEvents() as events:
         events.log(plan.describe())
-        with open_session(plan) as session:
+        with open_session(plan, options.launch) as session:
             clip = generate(request, session, events)
     if options.json:
         write_json({"event": "result", **asdict(clip), "path": str(clip.path)})

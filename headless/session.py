@@ -44,11 +44,12 @@ class LocalSession:
 
 
 class PoolSession:
-    """A pool of worker processes, started by the first call, that lives as long as the session."""
+    """A pool of worker processes that lives as long as the session: started by the first call, or by torchrun before,
+    and reached by the socket `launch`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, launch: str | None = None) -> None:
         self.plan = plan
-        self._pool = Pool(pool_spec(plan))
+        self._pool = Pool(pool_spec(plan, launch=launch))
 
     def run(self, call: str, arguments: dict[str, Any], events: Events) -> dict[str, Any]:
         return run_on_pool(self._pool, call, arguments, events)
@@ -60,6 +61,6 @@ class PoolSession:
         self._pool.close()
 
 
-def open_session(plan: Plan) -> Session:
-    """An engine in this process for one rank, a pool for more."""
-    return LocalSession(plan) if len(plan.ranks) == 1 else PoolSession(plan)
+def open_session(plan: Plan, launch: str | None = None) -> Session:
+    """An engine in this process for one rank, a pool for more; the workers of a launch of torchrun, if it is given."""
+    return LocalSession(plan) if len(plan.ranks) == 1 and launch is None else PoolSession(plan, launch)

@@ -5,18 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from ..distributed.pool import Event, LogLine, Pool, PoolSpec, Progress, RankError
+from ..distributed.remote import ask
 from ..magi2_core.errors import named
 from ..magi2_core.events import Events
+from ..magi2_core.memory.machine import Place
 from ..magi2_core.memory.plan import Plan
 
 ENGINE = "magi2_native.magi2_core.engine:make_engine"
+PLACE = "magi2_native.magi2_core.memory.machine:describe_place"
 
 
-def pool_spec(plan: Plan, hidden_paths: tuple[str, ...] = ()) -> PoolSpec:
-    """What a pool needs to start for a plan. Workers do not see modules below `hidden_paths`."""
+def pool_spec(plan: Plan, hidden_paths: tuple[str, ...] = (), launch: str | None = None) -> PoolSpec:
+    """What a pool needs for a plan: to start workers, which do not see modules below `hidden_paths`, or to reach those
+    of a launch of torchrun by its socket."""
+    devices, sockets = (plan.devices, ()) if launch is None else ((), (launch,))
     return PoolSpec(
-        engine=ENGINE, plan=plan.to_dict(), layout=plan.parallel, devices=plan.devices, hidden_paths=hidden_paths
-    )
+        engine=ENGINE, plan=plan.to_dict(), layout=plan.parallel, devices=devices, sockets=sockets,
+        hidden_paths=hidden_paths,
+    )  # fmt: skip
+
+
+def launched_places(launch: str) -> tuple[Place, ...]:
+    """The devices of workers that torchrun started, in rank order, by the socket of the first (docs/multi-node.md).
+
+    PoolError if nobody answers there.
+    """
+    return tuple(Place(**found) for found in ask(launch, PLACE))
 
 
 def run_on_pool(pool: Pool, call: str, arguments: dict[str, Any], events: Events) -> dict[str, Any]:

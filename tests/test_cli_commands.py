@@ -120,6 +120,15 @@ def test_workers_and_devices_come_to_a_list(names: str | None, workers: int | No
     assert devices(names, workers) == expected
 
 
+def test_workers_that_run_already_and_devices_of_this_host_exclude_each_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for machine in (["--device", "cpu"], ["--workers", "2"]):
+        given = ["x", "--prompt", "a", "--output", "a.mp4", "--launch", "socket", *machine]
+        assert main(["generate", *given]) == 1
+        assert "leave out --device and --workers" in capsys.readouterr().err
+
+
 def test_an_empty_device_list_is_refused_by_the_plan(tiny: Path) -> None:
     from magi2_native.magi2_core.memory.plan import make_plan
 

@@ -12,6 +12,7 @@ from magi2_native.distributed.layout import LayoutError
 from magi2_native.magi2_core.errors import CheckpointError, RequestError
 from magi2_native.magi2_core.memory import machine
 from magi2_native.magi2_core.memory import plan as plan_module
+from magi2_native.magi2_core.memory.machine import Place
 from magi2_native.magi2_core.memory.plan import HEADROOM, Plan, RankPlan, make_plan
 from magi2_native.magi2_core.memory.table import plan_table
 
@@ -105,6 +106,41 @@ def test_devices_that_are_not_there_are_refused_with_those_that_are(
 def test_an_unknown_option_is_refused_with_the_known_ones(tiny: Path, option: str) -> None:
     with pytest.raises(RequestError, match=f"{option} is 'half'; it must be one of"):
         make_plan(tiny, devices=["cpu"], **{option: "half"})
+
+
+# ---- workers that run already, on several hosts
+
+
+def places(*memory: int) -> list[Place]:
+    """Two GPUs on each host."""
+    return [Place(f"cuda:{i % 2}", size * GB, f"host{i // 2}") for i, size in enumerate(memory)]
+
+
+def test_workers_of_other_hosts_are_planned_by_what_they_say_of_themselves(released: Path, gpus: Any) -> None:
+    gpus()
+    plan = make_plan(released, places=places(80, 80, 80, 80))
+    assert (plan.layout, plan.shortage) == ("sp4", None)
+    assert plan.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
+    assert "rank 3 on cuda:1 of host1: 64.9 GB weights" in plan.describe()
+    assert Plan.from_dict(plan.to_dict()) == plan
+    small = make_plan(released, places=places(80, 80, 80, 40))
+    assert small.shortage is not None
+    assert "on cuda:1 of host1 and 40.0 GB are there" in small.shortage
+    assert "cuda:1 of host1 has 40.0 GB and cuda:0 of host0 has 80.0 GB" in small.describe()
+
+
+@pytest.mark.parametrize(("layout", "takes"), [("sp2", "sp2 takes 2"), ("auto", "sp4 takes 4")])
+def test_a_layout_that_leaves_running_workers_out_is_refused(tiny: Path, layout: str, takes: str) -> None:
+    with pytest.raises(RequestError, match=f"5 workers run, but layout {takes}; .* sp takes 1, 2, 3, 4 of them"):
+        make_plan(tiny, layout=layout, places=[Place("cpu", GB, "a")] * 5)
+    with pytest.raises(LayoutError, match="needs 6 devices and 5 are there"):
+        make_plan(tiny, layout="sp6", places=[Place("cpu", GB, "a")] * 5)
+
+
+def test_workers_on_the_cpu_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "host_memory", lambda: 64 * GB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert Place(**machine.describe_place(torch.device("cpu"))) == Place("cpu", 16 * GB)
 
 
 def test_a_missing_checkpoint_is_refused_by_name(tmp_path: Path) -> None:

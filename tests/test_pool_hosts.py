@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from magi2_native.distributed.layout import ParallelLayout
@@ -25,6 +26,16 @@ from magi2_native.distributed.pool import (
     Progress,
     RankError,
 )
+from magi2_native.distributed.remote import ask
+from magi2_native.headless.cli import main
+from magi2_native.headless.session import PoolSession
+from magi2_native.magi2_core.codecs.media import read_back
+from magi2_native.magi2_core.errors import RequestError
+from magi2_native.magi2_core.events import SILENT
+from magi2_native.magi2_core.memory.plan import make_plan
+from magi2_native.magi2_core.sampling.geometry import TIERS, Tier
+from magi2_native.stages.session import PLACE, launched_places
+from magi2_native.tests.miniatures import Encoded, Listener, difference, tiny_engine
 
 ENGINE = "magi2_native.tests.pool_engines:make_engine"
 TWO = ParallelLayout(sp=2)
@@ -229,6 +240,60 @@ def test_a_launch_takes_its_place_in_the_layout_from_each_client_anew(launch: tu
         with Pool(PoolSpec(ENGINE, {}, layout, sockets=sockets)) as pool:
             seen = pool.submit("where", replica=replica % 2).result()
         assert (seen["rank"], seen["layout"], seen["ranks"]) == (2 * (replica % 2), "dp2sp2", 2)
+
+
+# ---- the model on several hosts
+
+
+def test_the_command_makes_a_clip_with_the_workers_of_a_launch(
+    launch: tuple[Path, object], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setitem(TIERS, "272p", Tier((64, 32)))
+    file = tmp_path / "clip.mp4"
+    request = ["--prompt", "A boat", "--output", str(file), "--resolution", "272p", "--steps", "1"]
+    assert main(["generate", str(tiny), *request, "--launch", str(launch[0])]) == 0
+    said = capsys.readouterr().err
+    assert "layout sp2" in said
+    assert f"rank 1 on cpu of {socket.gethostname()}: " in said
+    assert (read_back(file).frames, read_back(file).samples) == (125, 441_000)
+
+
+def test_hosts_sample_what_one_process_samples(launch: tuple[Path, object], tiny: Path, encoded: Encoded) -> None:
+    plan = make_plan(tiny, places=launched_places(str(launch[0])), dtype="float32")
+    with PoolSession(plan, str(launch[0])) as session:
+        shared = session.run("sample", encoded.sample(), SILENT)
+    alone = tiny_engine(tiny).run("sample", encoded.sample(), SILENT)
+    assert difference(shared["video"], alone["video"]) <= 1e-5
+
+
+def test_a_cancel_in_decoding_stops_all_hosts_and_keeps_their_workers(
+    launch: tuple[Path, list[subprocess.Popen[bytes]]], tiny: Path, tmp_path: Path
+) -> None:
+    plan = make_plan(tiny, places=launched_places(str(launch[0])))
+    video = torch.randn(48, 90, 4, 8, generator=torch.Generator().manual_seed(1))
+    clip = {"video": video, "waveform": None, "sample_rate": 44_100, "crf": 10, "fps": "25/2"}
+    with PoolSession(plan, str(launch[0])) as session:
+        session.run("load", {"stages": ["video_decoder"]}, SILENT)
+        workers = pids(session._pool)
+        assert {psutil.Process(pid).ppid() for pid in workers} == {agent.pid for agent in launch[1]}
+        listener = Listener(interrupt=InterruptedError(), at_stage="decode_video")
+        with pytest.raises(InterruptedError):
+            session.run("write_clip", {**clip, "path": str(tmp_path / "clip.mp4")}, listener)
+        assert not list(tmp_path.iterdir())
+        with pytest.raises(RequestError, match="gone does not exist"):
+            session.run("write_clip", {**clip, "path": str(tmp_path / "gone" / "clip.mp4")}, SILENT)
+        assert len(session.run("decode_video", {"video": video[:, :2]}, SILENT)["frames"]) == 5
+        assert pids(session._pool) == workers
+
+
+def test_what_a_launch_cannot_answer_is_a_sentence(launch: tuple[Path, object], tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match=r"Rank 0 on .* cannot answer: .*no_such_function"):
+        ask(str(launch[0]), "magi2_native.tests.pool_engines:no_such_function")
+    with pytest.raises(PoolError, match=r"No workers answer at .*none; start them with torchrun"):
+        ask(str(tmp_path / "none"), PLACE, seconds=0.1)
+    with connect(launch) as pool:
+        assert_right(pool)
 
 
 def test_only_the_user_can_open_the_socket(launch: tuple[Path, object], pool: Pool) -> None:

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..errors import RequestError
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: a device, the bytes of memory that it may count on there, and the host, "" for this one."""
+
+    device: str
+    memory: int
+    host: str = ""
+
+
+def describe_place(device: torch.device) -> dict[str, Any]:
+    """`device` and `memory` of a Place: what a rank that torchrun started answers to who plans for it."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1
+    return {"device": str(device), "memory": device_memory(str(device)) // ranks}
 
 
 def choose_devices(asked: Sequence[str] | None) -> tuple[str, ...]:

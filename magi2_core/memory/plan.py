@@ -26,7 +26,7 @@ from ..refiner.model import refiner_parallel
 from ..refiner.parameters import refiner_tensors
 from ..refiner.stage import RefinerSettings
 from ..sampling.geometry import clip_lengths, latent_grid, tier
-from .machine import choose_devices, device_memory
+from .machine import Place, choose_devices, device_memory
 from .stages import TEXT_TOKENS, StageMemory, side_stages
 
 RESIDENCIES = ("auto", "keep", "swap")
@@ -40,7 +40,7 @@ class RankPlan:
     the device's, or on the CPU an equal part of the host's.
 
     others: bytes of the largest other stage that a clip may need, alone on the device and with as little as it can
-    work with. refiner: bytes of the second stage at 1080p, 0 without one.
+    work with. refiner: bytes of the second stage at 1080p, 0 without one. host: of the device, "" for this one.
     """
 
     device: str
@@ -49,6 +49,12 @@ class RankPlan:
     memory: int
     others: int = 0
     refiner: int = 0
+    host: str = ""
+
+    @property
+    def place(self) -> str:
+        """The device for people, with its host if it is another."""
+        return f"{self.device} of {self.host}" if self.host else self.device
 
     @property
     def needed(self) -> int:
@@ -121,7 +127,7 @@ class Plan:
         if small.memory == large.memory:
             return None
         return (
-            f"The devices differ: {small.device} has {_gb(small.memory)} and {large.device} has {_gb(large.memory)}; "
+            f"The devices differ: {small.place} has {_gb(small.memory)} and {large.place} has {_gb(large.memory)}; "
             "every rank holds an equal share, so the smaller one decides."
         )
 
@@ -129,7 +135,7 @@ class Plan:
         """The plan in a few lines, for people."""
         lines = [f"{Path(self.checkpoint).name}: layout {self.layout}, {self.dtype}, {len(self.ranks)} rank(s)"]
         lines += [
-            f"  rank {i} on {rank.device}: {_gb(rank.weights)} weights + {_gb(rank.working)} working memory at 540p, "
+            f"  rank {i} on {rank.place}: {_gb(rank.weights)} weights + {_gb(rank.working)} working memory at 540p, "
             f"{_gb(rank.memory)} there"
             for i, rank in enumerate(self.ranks)
         ]
@@ -146,12 +152,14 @@ def make_plan(
     dtype: str = "bfloat16",
     residency: str = "auto",
     refiner_residual: str = "float32",
+    places: Sequence[Place] | None = None,
 ) -> Plan:
     """Plan how `checkpoint` runs on `devices` (None: every GPU, or one CPU rank).
 
     layout: "auto", or as ParallelLayout.parse reads it; one that takes fewer devices than there are takes the first.
-    dtype: "bfloat16" or "float32". Raises RequestError, LayoutError or CheckpointError; whether the plan fits into
-    memory is for the caller to ask (`Plan.shortage`).
+    dtype: "bfloat16" or "float32". places: instead of `devices` those of workers that run already, on this host or
+    others; the layout must take all of them. Raises RequestError, LayoutError or CheckpointError; whether the plan fits
+    into memory is for the caller to ask (`Plan.shortage`).
     """
     if residency not in RESIDENCIES:
         raise RequestError(f"residency is {residency!r}; it must be one of {', '.join(RESIDENCIES)}.")
@@ -160,7 +168,7 @@ def make_plan(
             raise RequestError(f"{name} is {value!r}; it must be one of {', '.join(DTYPES)}.")
     folder = CheckpointFolder(Path(checkpoint))
     config = replace(folder.preview_config(), params_dtype=parse_dtype(dtype))
-    names = choose_devices(devices)
+    names = choose_devices(devices) if places is None else [place.device for place in places]
     shape = model_shape(config)
     parallel = _auto_layout(shape, len(names)) if layout == "auto" else ParallelLayout.parse(layout)
     if parallel.dp > 1:
@@ -169,11 +177,14 @@ def make_plan(
             f"use {replace(parallel, dp=1).label}, or divide each clip over more devices."
         )
     check_layout(parallel, shape, len(names))
-    if layout == "auto" and devices is not None and parallel.world < len(names):
-        raise RequestError(_uneven(shape, len(names)))
+    if parallel.world < len(names) and (places is not None or (layout == "auto" and devices is not None)):
+        raise RequestError(_uneven(shape, parallel, len(names), started=places is not None))
     names = names[: parallel.world]
+    if places is None:  # ranks on the CPU share the host's memory
+        shares = {"cpu": names.count("cpu")}
+        places = [Place(name, device_memory(name) // shares.get(name, 1)) for name in names]
     networks = _networks(folder, config, parse_dtype(refiner_residual))
-    ranks = tuple(_plan_rank(networks, parallel, rank, names) for rank in range(parallel.world))
+    ranks = tuple(_plan_rank(networks, parallel, rank, place) for rank, place in enumerate(places))
     if residency == "auto":
         residency = "keep" if all(_keeps(networks, rank) for rank in ranks) else "swap"
     return Plan(str(folder.root), parallel.label, dtype, residency, refiner_residual, ranks)
@@ -196,20 +207,19 @@ def _networks(folder: CheckpointFolder, preview: PreviewConfig, residual: torch.
     return _Networks(preview, refiner, residual, side_stages(folder, "540p"))
 
 
-def _plan_rank(networks: _Networks, layout: ParallelLayout, rank: int, devices: Sequence[str]) -> RankPlan:
-    device = devices[rank]
-    kind = torch.device(device).type
+def _plan_rank(networks: _Networks, layout: ParallelLayout, rank: int, place: Place) -> RankPlan:
+    kind = torch.device(place.device).type
     preview = preview_memory(networks.preview, preview_branches("540p"), layout, rank, device_type=kind)
     others = max((side.weights + side.least for side in networks.sides.values()), default=0)
     refiner = 0
     if networks.refiner is not None:
-        place = ParallelContext(layout, rank, None, None, None, None)
+        context = ParallelContext(layout, rank, None, None, None, None)
         refiner = refiner_memory(
             networks.refiner, RefinerSettings().grid(clip_lengths()[0]), TEXT_TOKENS,
-            refiner_parallel(place, networks.refiner).layout.sp, device_type=kind, residual=networks.residual,
+            refiner_parallel(context, networks.refiner).layout.sp, device_type=kind, residual=networks.residual,
         ).peak  # fmt: skip
-    memory = device_memory(device) // (devices.count("cpu") if device == "cpu" else 1)
-    return RankPlan(device, preview.tensors["weights"], preview.working, memory, others, refiner)
+    weights = preview.tensors["weights"]
+    return RankPlan(place.device, weights, preview.working, place.memory, others, refiner, place.host)
 
 
 def _keeps(networks: _Networks, rank: RankPlan) -> bool:
@@ -235,8 +245,13 @@ def _auto_layout(shape: ModelShape, devices: int) -> ParallelLayout:
     return max(candidates, key=lambda layout: layout.sp)
 
 
-def _uneven(shape: ModelShape, devices: int) -> str:
-    counts = ", ".join(str(layout.sp) for layout in legal_layouts(shape, devices) if layout.tp == layout.cfg == 1)
+def _uneven(shape: ModelShape, layout: ParallelLayout, devices: int, *, started: bool) -> str:
+    counts = ", ".join(str(legal.sp) for legal in legal_layouts(shape, devices) if legal.tp == legal.cfg == 1)
+    if started:
+        return (
+            f"{devices} workers run, but layout {layout.label} takes {layout.world}; start as many as it takes, or "
+            f"choose a layout of {devices}. Alone, sp takes {counts} of them."
+        )
     return (
         f"{devices} devices are asked for, but this model's heads divide over {counts} of them. Ask for one of these "
         "numbers, or choose a layout, which may be smaller."
@@ -250,7 +265,7 @@ def preview_branches(resolution: str) -> list[BranchRows]:
 
 
 def _needs(number: int, needed: int, rank: RankPlan) -> str:
-    return f"Rank {number} needs {_gb(needed)} on {rank.device} and {_gb(rank.memory)} are there."
+    return f"Rank {number} needs {_gb(needed)} on {rank.place} and {_gb(rank.memory)} are there."
 
 
 def _gb(count: int) -> str:
