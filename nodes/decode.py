@@ -47,13 +47,14 @@ class Magi2Decode(io.ComfyNode):
             search_aliases=["magi2 vae decode"],
             inputs=[
                 ModelType.Input("model", tooltip="From MAGI-2 Load Checkpoint."),
-                LatentType.Input("latent", tooltip="From MAGI-2 Sampler, Load Latent or Join Latent."),
+                LatentType.Input("latent", tooltip="From MAGI-2 Sampler, Refine, Load Latent or Join Latent."),
                 io.Combo.Input(
                     "parts",
                     options=list(PARTS),
                     default=PARTS[0],
                     optional=True,
-                    tooltip="Decode only one half if that is all you need; the outputs of the other half stay empty.",
+                    tooltip="Decode only one half if that is all you need; nodes that are connected to the other half"
+                    " do not run.",
                 ),
                 io.Combo.Input(
                     "make_frames",

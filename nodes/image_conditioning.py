@@ -20,9 +20,9 @@ class Magi2ImageConditioning(io.ComfyNode):
             display_name="MAGI-2 Image Conditioning",
             category="MAGI-2",
             description=(
-                "Gives the clip a picture as its first frame. The prompt gets the sentence that ties it to the picture;"
-                " the picture is fitted, never cropped, and its real size is shown. More pictures of one size are"
-                " references that the prompt can name."
+                "Lets the clip start from a picture: the first frame resembles it. The prompt gets the sentence that"
+                " ties it to the picture; the picture is fitted, never cropped, and its real size is shown. More"
+                " pictures of one size are references that the prompt can name."
             ),
             search_aliases=["magi2 image to video", "magi2 i2v"],
             inputs=[

@@ -25,7 +25,9 @@ class Magi2LoadLatent(io.ComfyNode):
                     tooltip="The newest first. Through the API, any saved latent below the output or input folder.",
                 )
             ],
-            outputs=[LatentType.Output(display_name="magi2_latent", tooltip="For MAGI-2 Decode or Split Latent.")],
+            outputs=[
+                LatentType.Output(display_name="magi2_latent", tooltip="For MAGI-2 Decode, Refine or Split Latent.")
+            ],
         )
 
     @classmethod

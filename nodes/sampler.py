@@ -35,7 +35,8 @@ class Magi2Sampler(io.ComfyNode):
                     "resolution",
                     options=list(RESOLUTIONS),
                     default=RESOLUTIONS[-1],
-                    tooltip="272p: 448x256, a quick look. 540p: 896x512, four times the work.",
+                    tooltip="272p: 448x256, a quick look. 540p: 896x512, four times the pixels and eight times the"
+                    " work.",
                 ),
                 io.Combo.Input(
                     "orientation",

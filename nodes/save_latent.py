@@ -20,7 +20,7 @@ class Magi2SaveLatent(io.ComfyNode):
             category="MAGI-2/latent",
             description="Saves video and sound latents as one safetensors file, to decode or refine them later.",
             inputs=[
-                LatentType.Input("magi2_latent", tooltip="From MAGI-2 Sampler or MAGI-2 Join Latent."),
+                LatentType.Input("magi2_latent", tooltip="From MAGI-2 Sampler, Refine or Join Latent."),
                 io.String.Input(
                     "filename_prefix",
                     default=f"{SUBFOLDER}/latent",

@@ -20,7 +20,7 @@ class Magi2SplitLatent(io.ComfyNode):
                 "Gives the video latent to core nodes, in the scale of the Wan 2.2 VAE: VAE Decode, latent upscalers"
                 " and savers read it. The sound stays with MAGI-2 nodes; core's audio VAE would play it too slowly."
             ),
-            inputs=[LatentType.Input("magi2_latent", tooltip="From MAGI-2 Sampler or MAGI-2 Load Latent.")],
+            inputs=[LatentType.Input("magi2_latent", tooltip="From MAGI-2 Sampler, Refine or Load Latent.")],
             outputs=[io.Latent.Output(display_name="latent", tooltip="Video latent in core's Wan 2.2 scale.")],
         )
 
