@@ -158,8 +158,8 @@ def dispatch_heads(x_SMd: Tensor, split: TokenSplit, shares: Sequence[BankShare]
 def combine_heads(y_Thd: Tensor, split: TokenSplit, shares: Sequence[BankShare], group: Group) -> Tensor:
     """Return every token's expert results to its rank: [T, heads of this rank, d] to [S, M, d].
 
-    The partial sums of a head that several ranks share are added in fp32 and rounded once to the tensor's dtype
-    (70 §5). Raises LayoutError before communicating if tensor, split and shares do not match.
+    The partial sums of a head that several ranks share have each been rounded to the tensor's dtype; they are added in
+    fp32 and rounded again (70 §5). Raises LayoutError before communicating if tensor, split and shares do not match.
     """
     _check(y_Thd, "y", split.total, split, group)
     heads = max(share.last_head for share in shares)
