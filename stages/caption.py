@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..magi2_core.checkpoint.folder import TEXT_ENCODER
+from ..magi2_core.conditioning.caption_lines import read_timeline
 from ..magi2_core.conditioning.compact import normalise
 from ..magi2_core.conditioning.markdown import render_markdown
 from ..magi2_core.conditioning.markers import insert_marker
 from ..magi2_core.conditioning.prompt import check_text, prepare_prompt
 from ..magi2_core.conditioning.tokenizer import TOKEN_LIMIT, PromptTokenizer
 from ..magi2_core.errors import CheckpointError, MissingDependencyError, RequestError, check_choice
+from ..magi2_core.sampling.geometry import SECONDS
 from .values import Model
 
 if TYPE_CHECKING:
@@ -90,6 +92,8 @@ def make_caption(
     else:
         prompt, text, warnings = _render(made, form), json.dumps(made, ensure_ascii=False, indent=2), _problems(made)
     seen, tokens, more = _seen(prompt, for_picture, model)
+    if not edited:
+        warnings += _left_out(timeline)
     return Captioned(prompt, text, seen, tokens, (*warnings, *more), stopped=stop_to_edit and not edited)
 
 
@@ -178,6 +182,17 @@ def _problems(caption: dict[str, Any]) -> list[str]:
         return []
     more = f"; and {len(faults) - SHOWN_PROBLEMS} more" if len(faults) > SHOWN_PROBLEMS else ""
     return [f"Not as in the captions that the model knows: {'; '.join(faults[:SHOWN_PROBLEMS])}{more}."]
+
+
+def _left_out(timeline: str) -> list[str]:
+    """A warning about a timeline that does not cover the clip, as those do that the model knows (30 §10.1)."""
+    segments = read_timeline(timeline)
+    if not segments or (segments[0].start, segments[-1].end) == (0, SECONDS):
+        return []
+    return [
+        f"The timeline covers {segments[0].start:g} to {segments[-1].end:g} of the {SECONDS:g} seconds. Numbers at the"
+        " start of a line are its time; begin with a word if they are none."
+    ]
 
 
 def _seen(prompt: str, for_picture: bool, model: Model | None) -> tuple[str, int | None, tuple[str, ...]]:

@@ -121,6 +121,19 @@ def test_a_caption_that_is_cut_off_says_so(graph: Graph, tmp_path: Path) -> None
     assert text.startswith("7010 of at most 7000 tokens.\nThe prompt has 7010 tokens; only the first 7000 are used")
 
 
+@pytest.mark.parametrize(
+    ("timeline", "covered"), [("2-3 birds land on it", "2 to 3 of the 10"), ("0-4 a\n4-9.5 b", "0 to 9.5 of the 10")]
+)
+def test_a_timeline_that_leaves_a_part_of_the_clip_out_is_noticed(graph: Graph, timeline: str, covered: str) -> None:
+    assert f"The timeline covers {covered} seconds. Numbers at the start of a line" in shown(graph, timeline=timeline)
+    assert "The timeline covers" not in shown(graph, timeline=timeline, edited_caption="my own words")
+
+
+@pytest.mark.parametrize("timeline", ["0-10 a", "a\nb\nc", ""])
+def test_a_timeline_that_covers_the_clip_needs_no_word(graph: Graph, timeline: str) -> None:
+    assert "The timeline covers" not in shown(graph, context="x", timeline=timeline)
+
+
 def test_without_a_tokenizer_the_node_says_why_there_is_no_count(graph: Graph, tmp_path: Path) -> None:
     assert shown(graph, **FIELDS).startswith("Connect model to have the tokens counted.\n")
     model = graph.model()
@@ -165,7 +178,7 @@ def test_new_dialogue_goes_to_the_segments_of_the_caption_in_which_it_starts(gra
     assert made["global_layer"]["audio_baseline"]["dialogue"]["speaker_tags"] == ["<subject 2>"]
     actions = [segment["alive_subjects"] for segment in start["dynamic_layer"]["timeline_segments"]]
     assert [segment["alive_subjects"] for segment in made["dynamic_layer"]["timeline_segments"]] == actions
-    with pytest.raises(ValueError, match="spoken by <subject 7>, but there are 2 subjects"):
+    with pytest.raises(ValueError, match="spoken by <subject 7>, but the caption has 2 subjects"):
         caption(graph, caption=json.dumps(start), dialogue="<subject 7>: who?")
 
 

@@ -257,7 +257,7 @@ def test_dialogue_without_a_timeline_gets_one_segment() -> None:
         (CaptionForm(timeline="5-12 a"), "must lie between 0 and 10 seconds"),
         (CaptionForm(timeline="5-5 a"), "go forward"),
         (CaptionForm(dialogue="hello"), "names no speaker"),
-        (CaptionForm(dialogue="<subject 2>: hello", subjects="a man"), "but there are 1 subjects"),
+        (CaptionForm(dialogue="<subject 2>: hello", subjects="a man"), "but the caption has 1 subject\\."),
     ],
 )
 def test_lines_that_cannot_be_understood_get_a_sentence(form: CaptionForm, sentence: str) -> None:

@@ -85,7 +85,8 @@ def _speech(line: str, subjects: int) -> Speech:
     speaker = match[1].strip()
     if subject := _SUBJECT.match(speaker):
         if not 1 <= int(subject[1]) <= subjects:
-            raise RequestError(f"The dialogue line {line!r} is spoken by {speaker}, but there are {subjects} subjects.")
+            known = f"{subjects} subject{'' if subjects == 1 else 's'}"
+            raise RequestError(f"The dialogue line {line!r} is spoken by {speaker}, but the caption has {known}.")
         speaker = f"<subject {int(subject[1])}>"
     text, _, delivery = match[2].partition("|")
     when = interval.timestamp if interval else ""
