@@ -378,7 +378,8 @@ class Engine:
 
             def write(block: Tensor, alone: Events) -> None:
                 assert writer is not None
-                writer.write(resize(block, width, height) if size else block, alone)
+                for frame in block.split(1):  # a check point before each, whatever its size
+                    writer.write(resize(frame, width, height) if size else frame, alone)
 
             writer = together.alone(begin)
             for block in self._frame_blocks(video, together):
