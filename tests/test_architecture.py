@@ -122,3 +122,12 @@ def test_what_is_needed_is_listed_alike_for_pip_for_comfyui_and_in_messages() ->
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert (ROOT / "requirements.txt").read_text(encoding="utf-8").split("\n")[:-1] == project["dependencies"]
     assert f"transformers>={'.'.join(map(str, OLDEST_TRANSFORMERS))}" in project["dependencies"]
+
+
+def test_what_the_registry_leaves_out_is_there_and_in_no_package() -> None:
+    """A package whose folder is missing keeps the published pack from being installed."""
+    lines = (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
+    left_out = {line.strip("/") for line in lines if not line.startswith("#")}
+    assert {name for name in left_out if not (ROOT / name).exists()} == set()
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    assert not {name.removeprefix("magi2_native.").split(".")[0] for name in packages} & left_out
