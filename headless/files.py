@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..magi2_core.errors import RequestError
-from ..stages.folders import Folders, resolve_inside
+from ..stages.folders import Folders, check_prefix, resolve_inside
 from ..stages.values import DecodedClip
 
 
@@ -27,14 +27,6 @@ def read_image(name: str, folders: Folders) -> Tensor:
 
     path = resolve_inside(name.removesuffix(" [input]"), (folders.input,), "picture")
     return torch.from_numpy(np.array(read_picture(path))).unsqueeze(0) / 255
-
-
-def check_prefix(filename_prefix: str) -> Path:
-    """The start of a file's name below the output folder; RequestError for one that leaves it (80 line 20)."""
-    relative = Path(filename_prefix.strip().replace("\\", "/"))
-    if relative.is_absolute() or ".." in relative.parts or not relative.name or "\0" in filename_prefix:
-        raise RequestError(f"The file name prefix {filename_prefix!r} names no file below the output folder.")
-    return relative
 
 
 def free_path(prefix: str, suffix: str, output: Path) -> Path:

@@ -16,14 +16,14 @@ from ..stages.caption import Captioned, make_caption
 from ..stages.checkpoint import check_pictures, check_refiner, load_checkpoint
 from ..stages.decode import MAKE_FRAMES, PARTS, check_output_size, decode
 from ..stages.enhance import ON_FAILURE, check_variation, enhance_prompt
-from ..stages.folders import Folders
+from ..stages.folders import Folders, check_prefix
 from ..stages.latent import join_latent, load_latent, split_latent, write_latent
-from ..stages.manager import manager
 from ..stages.prompt import check_prompt, condition_on_picture, encode_prompt
 from ..stages.refine import check_refiner_seed, refine, refiner_settings
 from ..stages.sample import OPTION_FIELDS, clip_size, sample, sampler_options, sampling_settings
+from ..stages.unload import WHAT, free
 from ..stages.values import ClipLatent, DecodedClip, Model
-from .files import check_prefix, free_path, read_image, write_video
+from .files import free_path, read_image, write_video
 from .workflow import Workflow
 
 # Types of the graph (60 §3) by the annotations of the functions.
@@ -109,7 +109,7 @@ def load_image(image: str, upload: str = "image", *, folders: Folders) -> Tensor
 
 def unload_workers(what: str = "workers", after: Any = None) -> Any:
     """Free what the workers hold; `after` passes through."""
-    manager.stop() if what == "workers" else manager.unload()
+    free(what)
     return after
 
 
@@ -152,7 +152,7 @@ STEPS: dict[str, Step] = {
     "Magi2JoinLatent": Step(join_latent),
     "Magi2LoadLatent": Step(load_latent, early=True),
     "Magi2SaveLatent": Step(save_latent, (), lambda path: (), checks=(check_prefix,), ends=True),
-    "Magi2UnloadWorkers": Step(unload_workers, choices={"what": ("weights", "workers")}, ends=True),
+    "Magi2UnloadWorkers": Step(unload_workers, choices={"what": WHAT}, ends=True),
     "LoadImage": Step(load_image, ("IMAGE", "MASK"), lambda image: (image, None), early=True),
     "SaveVideo": Step(
         save_video, (), lambda path: (), choices={"format": ("auto", "mp4"), "codec": ("auto", "h264")},

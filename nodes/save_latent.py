@@ -8,7 +8,7 @@ from ..stages.folders import check_prefix
 from ..stages.latent import SUBFOLDER, write_latent
 from ..stages.values import ClipLatent
 from .checks import sentence_of
-from .comfy import LatentType, folders, io, save_path, schema, ui
+from .comfy import LatentType, io, save_path, schema, ui
 
 
 class Magi2SaveLatent(io.ComfyNode):
@@ -33,7 +33,7 @@ class Magi2SaveLatent(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
-        return sentence_of(lambda prefix: check_prefix(prefix, folders().output), filename_prefix)
+        return sentence_of(check_prefix, filename_prefix)
 
     @classmethod
     def execute(cls, magi2_latent: ClipLatent, filename_prefix: str) -> Any:

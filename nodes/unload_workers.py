@@ -6,10 +6,9 @@ from typing import Any
 
 from ..magi2_core.errors import check_choice
 from ..stages.manager import manager
+from ..stages.unload import WHAT, free
 from .checks import sentence_of
 from .comfy import io, schema, ui
-
-WHAT = ("weights", "workers")
 
 
 class Magi2UnloadWorkers(io.ComfyNode):
@@ -51,7 +50,5 @@ class Magi2UnloadWorkers(io.ComfyNode):
 
     @classmethod
     def execute(cls, what: str, after: Any = None) -> Any:
-        check_choice("what", what, WHAT)
-        freed = manager.stop() if what == "workers" else manager.unload()
-        text = f"Freed the {what}." if freed else "There was nothing to free."
+        text = f"Freed the {what}." if free(what) else "There was nothing to free."
         return io.NodeOutput(after, ui=ui.PreviewText(text))

@@ -83,14 +83,13 @@ def resolve_inside(name: str, roots: Sequence[Path], what: str) -> Path:
     raise RequestError(f"There is no {what} {name!r} in {searched}.")
 
 
-def check_prefix(prefix: str, output: Path) -> None:
-    """RequestError for the start of a file name that ComfyUI would refuse, or that no file should have."""
-    root = os.path.abspath(output)
-    path = Path(os.path.abspath(os.path.join(root, prefix.replace("\\", "/"))))
-    if not prefix.strip() or Path(root) not in path.parents:
-        raise RequestError(f"The file name prefix {prefix!r} is no name below the output folder; write one.")
-    if not prefix.isprintable():
-        raise RequestError(f"The file name prefix {prefix!r} holds a character that belongs in no file name.")
+def check_prefix(filename_prefix: str) -> Path:
+    """The start of a file's name below the output folder; RequestError for one that leaves it (80 line 20)."""
+    relative = Path(filename_prefix.strip().replace("\\", "/"))
+    inside = not relative.is_absolute() and ".." not in relative.parts and relative.name
+    if not inside or not filename_prefix.isprintable():
+        raise RequestError(f"The file name prefix {filename_prefix!r} names no file below the output folder.")
+    return relative
 
 
 def _inside(path: Path, root: Path) -> bool:

@@ -71,9 +71,9 @@ def read_latent(path: Path) -> ClipLatent:
                 raise RequestError(f"{path.name} is not a latent that Magi2SaveLatent wrote.")
             video, audio = file.get_tensor("video"), file.get_tensor("audio")
             meta = json.loads(header["meta"])
+    except RequestError:
+        raise
     except (SafetensorError, KeyError, ValueError, OSError) as error:
-        if isinstance(error, RequestError):
-            raise
         raise RequestError(f"{path.name} is damaged: {error}.") from error
     if video.ndim != 4 or video.shape[0] != VIDEO_CHANNELS or audio.ndim != 2 or audio.shape[1] != AUDIO_CHANNELS:
         raise RequestError(f"{path.name} holds {tuple(video.shape)} and {tuple(audio.shape)}, which is no clip.")

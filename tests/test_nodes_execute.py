@@ -483,12 +483,12 @@ def test_saving_never_leaves_the_output_folder_nor_half_a_file(graph: Graph, tmp
     assert [path.name for path in (tmp_path / "output" / "deep").iterdir()] == ["name_00001_.safetensors"]
 
 
-@pytest.mark.parametrize("prefix", ["../../evil", "..\\evil", "/etc/x", "", " ", "magi2/..", "a\nb", "a\0", "\ud800"])
+@pytest.mark.parametrize("prefix", ["../../evil", "..\\evil", "/etc/x", "", " ", "a/../b", "a\nb", "a\0", "\ud800"])
 def test_a_name_that_cannot_be_saved_under_is_refused_before_anything_runs(graph: Graph, prefix: str) -> None:
     assert "file name prefix" in str(graph.nodes["Magi2SaveLatent"].validate_inputs(filename_prefix=prefix))
 
 
-@pytest.mark.parametrize("prefix", ["magi2/latent", "magi2/%year%/clip é 1", "a/../b", "deep\\name", "magi2/"])
+@pytest.mark.parametrize("prefix", ["magi2/latent", "magi2/%year%/clip é 1", "deep\\name", "magi2/"])
 def test_these_are_names_to_save_under(graph: Graph, tmp_path: Path, prefix: str) -> None:
     assert graph.nodes["Magi2SaveLatent"].validate_inputs(filename_prefix=prefix) is True
     graph.run("Magi2SaveLatent", magi2_latent=graph.latent(), filename_prefix=prefix)
