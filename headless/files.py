@@ -29,14 +29,30 @@ def read_image(name: str, folders: Folders) -> Tensor:
     return torch.from_numpy(np.array(read_picture(path))).unsqueeze(0) / 255
 
 
-def free_path(prefix: str, suffix: str, output: Path) -> Path:
-    """The next free `prefix_00001_suffix` below `output`; RequestError as `check_prefix`."""
+@contextmanager
+def new_file(prefix: str, suffix: str, output: Path) -> Iterator[Path]:
+    """The next free `prefix_00001_suffix` below `output`, for the block to write; RequestError as `check_prefix`.
+
+    Until the block ends a hidden file beside it keeps other runs with the same folder from taking that name.
+    """
     relative = check_prefix(prefix)
     folder = output / relative.parent
     folder.mkdir(parents=True, exist_ok=True)
     pattern = re.compile(re.escape(relative.name) + r"_(\d+)_")
     numbers = [int(match.group(1)) for file in folder.iterdir() if (match := pattern.match(file.name))]
-    return folder / f"{relative.name}_{max(numbers, default=0) + 1:05}_{suffix}"
+    for number in count(max(numbers, default=0) + 1):
+        path = folder / f"{relative.name}_{number:05}_{suffix}"
+        claim = path.with_name(f".{path.name}.claim")
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        try:
+            if not path.exists():  # or else another run has finished it since the look around
+                yield path
+                return
+        finally:
+            claim.unlink(missing_ok=True)
 
 
 @contextmanager

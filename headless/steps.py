@@ -23,7 +23,7 @@ from ..stages.refine import check_refiner_seed, refine, refiner_settings
 from ..stages.sample import OPTION_FIELDS, clip_size, sample, sampler_options, sampling_settings
 from ..stages.unload import WHAT, free
 from ..stages.values import ClipLatent, DecodedClip, Model
-from .files import free_path, read_image, write_video
+from .files import new_file, read_image, write_video
 from .workflow import Workflow
 
 # Types of the graph (60 §3) by the annotations of the functions.
@@ -87,8 +87,8 @@ def save_latent(
     magi2_latent: ClipLatent, filename_prefix: str = "magi2/latent", *, folders: Folders, workflow: Workflow
 ) -> Path:
     """Write a latent below the output folder, numbered as ComfyUI does."""
-    path = free_path(filename_prefix, ".safetensors", folders.output)
-    write_latent(magi2_latent, path, {"prompt": workflow})
+    with new_file(filename_prefix, ".safetensors", folders.output) as path:
+        write_latent(magi2_latent, path, {"prompt": workflow})
     return path
 
 
@@ -97,8 +97,8 @@ def save_video(
     folders: Folders,
 ) -> Path:  # fmt: skip
     """Write an mp4 below the output folder, numbered as ComfyUI does."""
-    path = free_path(filename_prefix, ".mp4", folders.output)
-    write_video(video, path)
+    with new_file(filename_prefix, ".mp4", folders.output) as path:
+        write_video(video, path)
     return path
 
 

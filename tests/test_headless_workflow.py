@@ -9,6 +9,7 @@ from typing import Any
 import magi2_native.distributed.pool as pool_module
 import pytest
 from magi2_native.headless.cli import main
+from magi2_native.headless.files import new_file
 from magi2_native.headless.run import check_workflow, run_workflow
 from magi2_native.headless.steps import STEPS
 from magi2_native.headless.workflow import read_workflow, set_inputs
@@ -191,6 +192,17 @@ def test_pictures_come_from_the_input_folder_only(folders: Folders, pools: list[
         workflow[loader]["inputs"]["image"] = name
         with pytest.raises(RequestError, match="no picture"):
             run_workflow(workflow, folders, Silent())
+
+
+def test_two_runs_into_one_folder_keep_both_clips(tmp_path: Path) -> None:
+    with new_file("video/clip", ".mp4", tmp_path) as first, new_file("video/clip", ".mp4", tmp_path) as second:
+        assert first != second
+        first.touch()
+        second.touch()
+    with new_file("video/clip", ".mp4", tmp_path) as third:
+        assert third.name == "clip_00003_.mp4"
+    assert sorted(tmp_path.rglob("*.mp4")) == [first, second]
+    assert len(list((tmp_path / "video").iterdir())) == 2, "what kept the names is gone"
 
 
 def test_workers_end_also_when_the_run_fails(folders: Folders, pools: list[FakePool]) -> None:
