@@ -212,8 +212,9 @@ def test_a_saved_latent_loads_and_decodes_to_the_same_clip(comfy: Server) -> Non
         ("Magi2LoadCheckpoint", "devices", "gpu0", "not a device"),
         ("Magi2EncodePrompt", "prompt", "  ", "prompt is empty"),
         ("Magi2Sampler", "resolution", "4k", "272p, 540p"),
-        ("Magi2Sampler", "steps", 0, "at least 1"),
-        ("Magi2Sampler", "seed", -1, "0 to"),
+        ("Magi2Sampler", "steps", 0, "smaller than min of 1"),
+        ("Magi2Sampler", "video_guidance", 101.0, "bigger than max of 100"),
+        ("Magi2Sampler", "seed", -1, "smaller than min of 0"),
         ("Magi2Decode", "parts", "smell", "video only"),
     ],
 )
