@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,18 @@ def test_a_cancelled_miniature_leaves_nothing(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         write_miniature(tmp_path / "mini", events=Stop())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("part", ["preview", "vae", "turbo_vae", "stable-audio-open-1.0", "text_encoder"])
+def test_a_disk_without_room_is_named_and_nothing_is_left(tmp_path: Path, part: str):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+    try:
+        with pytest.raises(RequestError, match="cannot be written: File too large"):
+            write_miniature(tmp_path / "mini", size=MiniatureSize(hidden_size=192, layers=2), only=[part])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
 
 

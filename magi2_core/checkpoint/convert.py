@@ -10,6 +10,7 @@ from ..events import SILENT, Events
 from ..files import replacing
 from .folder import TURBO, TURBO_FILE, WAN, WAN_FILE, CheckpointFolder
 from .legacy import load_pickle, state_dict_of, turbo_names
+from .writer import save_tensors
 
 
 def convert(root: Path | str, events: Events = SILENT) -> list[Path]:
@@ -29,7 +30,9 @@ def convert(root: Path | str, events: Events = SILENT) -> list[Path]:
         elif not source.exists():
             events.log(f"{source} is not there; nothing to convert.")
         else:
-            _write(target, _needed(source))
+            tensors = _needed(source)
+            with replacing(target) as partial:
+                save_tensors(tensors, partial)
             written.append(target)
         events.progress("convert", done + 1, len(sources))
     return written
@@ -48,10 +51,3 @@ def _needed(source: Path) -> dict[str, Tensor]:
         seen.add(tensor.data_ptr())
         tensors[key] = tensor.contiguous().clone() if shared else tensor.contiguous()
     return tensors
-
-
-def _write(target: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    with replacing(target) as partial:
-        save_file(tensors, partial, metadata={"format": "pt"})

@@ -6,6 +6,7 @@ prompt, the seed and the picture. What it shows means nothing.
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import tempfile
@@ -49,6 +50,7 @@ from .miniature_weights import (
 )
 from .network import BANDS
 from .spec import TensorSpec
+from .writer import save_tensors
 
 _MARKER = "miniature.json"
 _HEADS = 24
@@ -235,7 +237,7 @@ def _write_text(folder: Path, seed: int, size: MiniatureSize) -> None:
 def _write_wan(folder: Path, seed: int, size: MiniatureSize) -> None:
     table = wan_encoder_tensors(WanEncoderConfig(dim=size.wan_width))
     table |= _specs(wan_decoder_shapes(size.wan_width), torch.float32)
-    torch.save(_draw_all(table, seed, draw_wan, torch.float32), folder / place.WAN_FILE)
+    _save_pickle(_draw_all(table, seed, draw_wan, torch.float32), folder / place.WAN_FILE)
 
 
 def _write_turbo(folder: Path, seed: int, size: MiniatureSize) -> None:
@@ -252,7 +254,7 @@ def _write_turbo(folder: Path, seed: int, size: MiniatureSize) -> None:
         "state_dict": {"module.decoder.conv_out.conv.bias": torch.zeros(table["decoder.conv_out.conv.bias"].shape)},
         "optimizer_states": [{"state": {0: {"step": 1000}}, "param_groups": [{"lr": 1e-4, "params": [0]}]}],
     }
-    torch.save(checkpoint, folder / place.TURBO_FILE)
+    _save_pickle(checkpoint, folder / place.TURBO_FILE)
 
 
 def _write_stable_audio(folder: Path, seed: int, size: MiniatureSize) -> None:
@@ -263,7 +265,7 @@ def _write_stable_audio(folder: Path, seed: int, size: MiniatureSize) -> None:
     table |= _specs(stable_audio_extra_shapes(size.oobleck_width), torch.float32)
     tensors = _draw_all(table, seed, draw_oobleck, torch.float32)
     oobleck_lengths(tensors, OOBLECK_PREFIX, decoder)
-    _save(tensors, folder / SINGLE_NAME)
+    save_tensors(tensors, folder / SINGLE_NAME)
 
 
 _WRITERS = {
@@ -348,13 +350,13 @@ def _write_shards(folder: Path, table: Mapping[str, TensorSpec], seed: int, draw
     weight_map: dict[str, str] = {}
     for number, keys in enumerate(parts):
         name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        _save({key: _draw(key, table[key], seed, draw) for key in keys}, folder / name)
+        save_tensors({key: _draw(key, table[key], seed, draw) for key in keys}, folder / name)
         weight_map |= dict.fromkeys(keys, name)
     write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # the library makes it readable by its owner alone
+def _save_pickle(content: dict[str, Any], path: Path) -> None:
+    # torch.save by itself answers a full disk with a RuntimeError that does not name it.
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.write_bytes(buffer.getbuffer())

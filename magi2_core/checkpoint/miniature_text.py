@@ -70,7 +70,7 @@ def write_tokenizer(folder: Path, merges: int) -> int:
     )
     tokenizer.train_from_iterator(_CORPUS.splitlines(), trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
         "add_prefix_space": False,
         "bos_token": None,
