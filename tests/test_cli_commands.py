@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -174,3 +175,12 @@ def test_help_describes_every_command() -> None:
     assert shown.returncode == 0
     for command in ("generate", "run", "queue", "inspect", "convert", "miniature", "enhance"):
         assert command in shown.stdout
+
+
+def test_a_name_that_the_terminal_has_no_letters_for_is_printed_all_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "magi2_native.headless.cli", "inspect", str(tmp_path / "日本")]
+    (tmp_path / "日本").mkdir()
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert r"\u65e5\u672c" in done.stdout
+    assert "Traceback" not in done.stderr

@@ -112,3 +112,22 @@ def test_a_signal_while_sampling_ends_the_command_and_its_workers(
         assert list(tmp_path.iterdir()) == []
     finally:
         command.kill()
+
+
+# A first import that takes long, at which the Ctrl-C comes.
+SLOW = """
+import builtins, signal, sys
+real = builtins.__import__
+def slow(name, *rest):
+    if name == "torch":
+        signal.raise_signal(signal.SIGINT)
+    return real(name, *rest)
+builtins.__import__ = slow
+from magi2_native.headless.cli import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_while_the_command_imports_its_parts_is_a_sentence(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SLOW, "inspect", str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Interrupted; nothing was written.\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 import magi2_native.distributed.pool as pool_module
 import pytest
-from magi2_native.headless import cli, demo
+from magi2_native.headless import cli, commands, demo
 from magi2_native.stages.manager import manager
 from magi2_native.tests.comfy_stub.fake_pool import FakePool
 from magi2_native.tests.comfy_stub.fixtures import write_checkpoint
@@ -34,15 +34,15 @@ def test_both_shipped_workflows_are_run_by_commands_that_can_be_copied(
     assert run() == 0
     printed = capsys.readouterr().out
     assert printed.count("checked by decoding it: 125 frames of 448x256") == 2
-    commands = [shlex.split(line) for line in printed.splitlines() if "/magi2 run " in line]
-    assert [Path(command[2]) for command in commands] == [
+    copied = [shlex.split(line) for line in printed.splitlines() if "/magi2 run " in line]
+    assert [Path(command[2]) for command in copied] == [
         demo.WORKFLOWS / f"{name}.json" for name in ("text_to_clip", "picture_to_clip")
     ]
-    for command in commands:
-        options = cli._parser().parse_args(command[1:])
+    for command in copied:
+        options = commands._parser().parse_args(command[1:])
         assert "Magi2Sampler.steps=1" in options.assignments
         assert "Magi2LoadCheckpoint.devices=2xcpu" in options.assignments
-    assert cli.main(commands[0][1:]) == 0, "a copy of the command works"
+    assert cli.main(copied[0][1:]) == 0, "a copy of the command works"
     assert run() == 0, "it can be run again"
     clips = sorted(path.relative_to(tmp_path / "out").as_posix() for path in tmp_path.rglob("*.mp4"))
     assert clips == [
