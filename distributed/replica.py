@@ -162,8 +162,9 @@ class Replica:
                 "did not stop before the second cancel" if job.cancels > 1
                 else f"did not stop within {self._spec.grace_seconds:g} s of the cancel",
             )  # fmt: skip
-            # where a rank hangs matters after a while of patience, not to somebody who had none
-            logger.warning("%s", error.sentence if job.cancels > 1 else error)
+            logger.warning("%s", error.sentence)
+            if job.cancels == 1:  # where a rank hangs matters after a while of patience, not to somebody who had none
+                logger.info("%s", error)
             self.kill()
             self._finish(job, JobCancelledError(f"The job was cancelled. {error.sentence}"))
 

@@ -106,6 +106,7 @@ def test_a_rank_killed_while_idle_costs_nothing_but_a_new_start(pool: Pool) -> N
 def test_ranks_that_do_not_stop_after_a_cancel_are_ended_and_shown(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "magi2")
     pool.open()
     job = pool.submit("hold", {"seconds": 60, "rank": 1})
     next(event for event in job.events() if isinstance(event, Progress))
@@ -117,6 +118,8 @@ def test_ranks_that_do_not_stop_after_a_cancel_are_ended_and_shown(
         job.result()
     assert 0.9 < time.monotonic() - start < 5
     assert "in hold" in caplog.text, "the log says where it hung"
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert warning.endswith("did not stop within 1 s of the cancel."), "one line for who pressed Ctrl-C"
     assert not [pid for pid in workers if running(pid)]
 
 
