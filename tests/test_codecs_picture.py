@@ -1,5 +1,7 @@
 """Reference pictures: reading, fitting, and the pixels that the encoder sees (40 §1, 20 §6.4)."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -122,6 +124,13 @@ def test_unreadable_pictures_are_named_in_a_sentence(tmp_path):
     ):
         with pytest.raises(RequestError, match=said):
             read_picture(tmp_path / name)
+
+
+def test_a_device_and_a_pipe_are_refused_unread(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in ("/dev/null", tmp_path / "pipe.png"):  # in this order: reading the pipe would never end
+        with pytest.raises(RequestError, match=f"{path} is not a file"):
+            read_picture(path)
 
 
 def test_an_enormous_picture_is_refused(tmp_path, monkeypatch):
