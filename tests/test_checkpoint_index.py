@@ -94,6 +94,7 @@ def test_a_file_that_is_no_safetensors_file_is_refused_by_what_it_is(tmp_path: P
         (b'{"a": {"dtype": "F32", "shape": [1]}}', "shape"),
         (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "shape"),
         (b'{"a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}', "'X9'"),
+        (b'{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}', "['F32']"),
         (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "4 bytes"),
         (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "overlap or leave a gap"),
         (

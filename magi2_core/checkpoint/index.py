@@ -189,10 +189,10 @@ def _entry(path: Path, key: str, value: Any, data_begin: int) -> Entry:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
             raise ValueError
-        shape = tuple(shape)
+        shape, known = tuple(shape), dtype in _DTYPES
     except (KeyError, TypeError, ValueError):
         raise _bad(path, "dtype, shape and data_offsets in the header", repr(value)[:120], key) from None
-    if dtype not in _DTYPES:
+    if not known:
         raise _bad(path, f"a dtype of {', '.join(_DTYPES)}", repr(dtype), key)
     entry = Entry(path, _DTYPES[dtype], shape, data_begin + begin)
     if entry.nbytes != end - begin:
