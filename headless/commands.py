@@ -20,8 +20,9 @@ from ..distributed.pool import PoolError
 from ..magi2_core.checkpoint.miniature import MiniatureSize, write_miniature
 from ..magi2_core.conditioning.negative import default_negative_prompt
 from ..magi2_core.errors import Magi2Error, RequestError
+from ..magi2_core.refiner.window_attention import BACKENDS
 from ..magi2_core.sampling.guidance import HELP, GuidanceSettings
-from .arguments import devices, folder, name_pictures, read_prompt, size
+from .arguments import devices, folder, name_pictures, path, read_prompt, size
 from .cli import INTERRUPTED
 from .terminal import JsonEvents, TerminalEvents, write_json
 
@@ -97,9 +98,9 @@ def _add_generate(commands: Any) -> None:
                                   formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     command.set_defaults(run=_generate)
     add = command.add_argument
-    add("checkpoint", type=Path, help="the checkpoint folder")
+    add("checkpoint", type=path, help="the checkpoint folder")
     add("--prompt", help="what the clip shows and sounds like: text, or a caption in JSON")
-    add("--prompt-file", type=Path, help="read the prompt from this file instead")
+    add("--prompt-file", type=path, help="read the prompt from this file instead")
     add("--negative-prompt", help="what to stay away from; no text if empty; if left out, negative_prompt.txt of your"
                                   " --settings, or else of the pack")
     _add_settings(command)
@@ -109,7 +110,7 @@ def _add_generate(commands: Any) -> None:
     add("--image-order", default="string", choices=["string", "number"],
         help="how the model is given ten pictures or more. string: sorted by name as the reference does, <Figure 10>"
              " before <Figure 1>; number: by number")
-    add("--output", type=Path, required=True, help="the mp4 file to write")
+    add("--output", type=path, required=True, help="the mp4 file to write")
     add("--resolution", default="540p", choices=["272p", "540p", "1080p"],
         help="272p: 448x256. 540p: 896x512. 1080p: a 540p preview, refined")
     add("--orientation", default="landscape", choices=["landscape", "portrait"],
@@ -143,6 +144,9 @@ def _add_generate(commands: Any) -> None:
     machine.add_argument("--start-anyway", action="store_true", help="start though the plan does not fit into memory")
     machine.add_argument("--refiner-residual", default="float32", choices=["float32", "bfloat16"],
                          help="bfloat16 saves memory in the second stage and loses some precision")
+    machine.add_argument("--refiner-attention", default="auto", choices=BACKENDS,
+                         help="how the second stage computes the windows of its attention; all give the same picture."
+                         " auto is right nearly always; flex is torch's compiled kernel, on GPUs alone")
     add("--json", action="store_true", help="progress and result as JSON lines on stdout")
 
 
@@ -162,7 +166,7 @@ def _generate(options: argparse.Namespace) -> int:
         images=name_pictures(options.image, numeric=options.image_order == "number"), resolution=options.resolution,
         orientation=options.orientation, seed=options.seed, noise_device=options.noise_device,
         settings=SamplingSettings(options.steps, options.shift, guidance),
-        refiner=RefinerSettings(steps=options.refiner_steps), output_size=options.output_size, crf=options.crf,
+        refiner=RefinerSettings(steps=options.refiner_steps, attention=options.refiner_attention), output_size=options.output_size, crf=options.crf,
     )
     if options.launch and (options.device or options.workers):
         raise RequestError("--launch uses all workers that torchrun started; leave out --device and --workers.")
@@ -193,10 +197,10 @@ def _add_run(commands: Any) -> None:
     command = commands.add_parser("run", help="run an API workflow of MAGI-2 nodes without ComfyUI")
     command.set_defaults(run=_run)
     add = command.add_argument
-    add("workflow", type=Path, help="an API workflow, such as workflows/api/text_to_clip.json")
-    add("--models", type=Path, required=True, help="the folder that holds checkpoint folders, as models/magi2 does")
-    add("--input", type=Path, default=Path("input"), help="where LoadImage looks")
-    add("--output", type=Path, default=Path("output"), help="where files are written")
+    add("workflow", type=path, help="an API workflow, such as workflows/api/text_to_clip.json")
+    add("--models", type=path, required=True, help="the folder that holds checkpoint folders, as models/magi2 does")
+    add("--input", type=path, default=Path("input"), help="where LoadImage looks")
+    add("--output", type=path, default=Path("output"), help="where files are written")
     _add_settings(command)
     _add_workflow_options(command)
 
@@ -205,9 +209,9 @@ def _add_queue(commands: Any) -> None:
     command = commands.add_parser("queue", help="run an API workflow on a ComfyUI server and download the results")
     command.set_defaults(run=_queue)
     add = command.add_argument
-    add("workflow", type=Path, help="an API workflow, such as workflows/api/text_to_clip.json")
+    add("workflow", type=path, help="an API workflow, such as workflows/api/text_to_clip.json")
     add("--server", default="http://127.0.0.1:8188", help="the server's address")
-    add("--output", type=Path, default=Path("output"), help="where the results go")
+    add("--output", type=path, default=Path("output"), help="where the results go")
     _add_workflow_options(command)
 
 
@@ -260,7 +264,7 @@ def _report(options: argparse.Namespace, file: Path) -> None:
 def _add_inspect(commands: Any) -> None:
     command = commands.add_parser("inspect", help="check a checkpoint folder in seconds, without loading it")
     command.set_defaults(run=_inspect)
-    command.add_argument("checkpoint", type=Path)
+    command.add_argument("checkpoint", type=path)
     command.add_argument("--json", action="store_true", help="the report as JSON on stdout")
     command.add_argument("--plan", choices=["272p", "540p", "1080p"],
                          help="also show the memory that a resolution takes on 1, 2, 4 and 8 devices")
@@ -282,7 +286,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _add_convert(commands: Any) -> None:
     command = commands.add_parser("convert", help="rewrite the two pickled files of a release as safetensors")
     command.set_defaults(run=_convert)
-    command.add_argument("checkpoint", type=Path)
+    command.add_argument("checkpoint", type=path)
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -298,7 +302,7 @@ def _add_miniature(commands: Any) -> None:
     command = commands.add_parser("miniature", help="write a small checkpoint of random weights, for trying things out",
                                   formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     command.set_defaults(run=_miniature)
-    command.add_argument("checkpoint", type=Path, help="the folder to write; it must not exist, or be empty")
+    command.add_argument("checkpoint", type=path, help="the folder to write; it must not exist, or be empty")
     command.add_argument("--seed", type=int, default=0)
     dimensions = command.add_argument_group("dimensions", (MiniatureSize.__doc__ or "").partition("\n\n")[2])
     for field in fields(MiniatureSize):
@@ -325,15 +329,10 @@ def _add_enhance(commands: Any) -> None:
 
 
 def _enhance(options: argparse.Namespace) -> int:
-    from ..magi2_core.conditioning.endpoint import find_endpoint
-    from ..magi2_core.conditioning.enhance import Enhancer
+    from ..stages.enhance import enhancer_of
 
-    endpoint = find_endpoint(options.settings)
-    if endpoint is None:
-        raise RequestError("No language model is set; set MAGI2_ENHANCE_BASE_URL and MAGI2_ENHANCE_API_KEY.")
+    enhancer = enhancer_of(options.settings)
     with TerminalEvents() as events:
-        enhanced = Enhancer(endpoint, texts_folder=options.settings).enhance(
-            options.prompt, options.image, events, variation=options.variation
-        )
+        enhanced = enhancer.enhance(options.prompt, options.image, events, variation=options.variation)
     print(enhanced.prompt if options.form == "text" else enhanced.caption_json)
     return 0

@@ -47,7 +47,7 @@ def enhance_prompt(
     check_prompt(prompt, "")
     picture = None if image is None else _picture(image)
     try:
-        enhancer = _enhancer_of(folders.user)
+        enhancer = enhancer_of(folders.user)
     except RequestError as error:
         if on_failure == "stop":
             raise
@@ -106,7 +106,8 @@ def _picture(image: Tensor) -> Any:
     return pictures[0]
 
 
-def _enhancer_of(user: Path | None) -> Enhancer:
+def enhancer_of(user: Path | None) -> Enhancer:
+    """The enhancer that the user set up; RequestError if there is none. `user` holds own settings and texts."""
     endpoint = find_endpoint(user)
     if endpoint is None:
         file = f", or write them into {user / SETTINGS_FILE}" if user is not None else ""

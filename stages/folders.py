@@ -62,8 +62,8 @@ def resolve_checkpoint(name: str, folders: Folders) -> Path:
     found = ", ".join(find_checkpoints(folders)) or "none"
     searched = " and ".join(str(root) for root in folders.checkpoints)
     raise RequestError(
-        f"There is no checkpoint {name!r} in {searched}. Found there: {found}. Put the MAGI-2 Preview files into a"
-        " folder of that name (the one that holds preview/, text_encoder/, turbo_vae/, ...)."
+        f"There is no checkpoint {name!r} in {searched}. Found there: {found}. Choose one of these, or put the MAGI-2"
+        " Preview files into a folder of that name (the one that holds preview/, text_encoder/, turbo_vae/, ...)."
     )
 
 
