@@ -14,7 +14,7 @@ from urllib.parse import quote
 from ..magi2_core.errors import MissingDependencyError, RequestError
 from ..magi2_core.events import Events
 from .files import output_folder, unused
-from .workflow import Workflow
+from .workflow import Workflow, title
 
 # inputs that name a file: a local file of that name is uploaded first
 FILE_INPUTS = {("LoadImage", "image"), ("LoadAudio", "audio"), ("LoadVideo", "file"), ("Magi2LoadLatent", "latent")}
@@ -187,7 +187,7 @@ async def _history(session: Any, base: str, prompt_id: str) -> Any:
 
 def _title(workflow: Workflow, node_id: str | None) -> str:
     node = workflow.get(str(node_id), {})
-    return str(node.get("_meta", {}).get("title") or node.get("class_type") or node_id)
+    return str(title(node) or node.get("class_type") or node_id)
 
 
 async def _withdraw(session: Any, base: str, prompt_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ CONSTANTS: dict[str, tuple[tuple[type, ...], str]] = {
     "INT": ((int,), "a whole number"), "FLOAT": ((int, float), "a number"), "STRING": ((str,), "text"),
     "BOOLEAN": ((bool,), "true or false"),
 }  # fmt: skip
+LONGEST_CHAIN = 100  # a run goes back along it, one call inside the other
 
 
 @dataclass
@@ -50,8 +52,7 @@ def check_workflow(workflow: Workflow) -> list[str]:
         )
     for node_id in workflow:
         _check_inputs(node_id, workflow)
-    for node_id in workflow:
-        _check_circle(node_id, workflow, ())
+    _check_chains(workflow)
     ends = [node_id for node_id, node in workflow.items() if STEPS[node["class_type"]].ends]
     if not ends:
         raise RequestError("The workflow saves nothing; add a SaveVideo or Magi2SaveLatent node.")
@@ -110,12 +111,19 @@ def _words(types: frozenset[str]) -> str:
     return " or ".join(sorted(types - {"NONE"}))
 
 
-def _check_circle(node_id: str, workflow: Workflow, above: tuple[str, ...]) -> None:
-    if node_id in above:
-        raise RequestError(f"The links of the workflow run in a circle: {' -> '.join([*above, node_id])}.")
-    for value in workflow[node_id]["inputs"].values():
-        if is_link(value):
-            _check_circle(value[0], workflow, (*above, node_id))
+def _check_chains(workflow: Workflow) -> None:
+    sources = {
+        node_id: [value[0] for value in node["inputs"].values() if is_link(value)] for node_id, node in workflow.items()
+    }
+    length: dict[str, int] = {}
+    try:
+        for node_id in TopologicalSorter(sources).static_order():
+            length[node_id] = 1 + max((length[source] for source in sources[node_id]), default=0)
+    except CycleError as error:
+        circle = " -> ".join(reversed(error.args[1]))
+        raise RequestError(f"The links of the workflow run in a circle: {circle}.") from None
+    if (longest := max(length.values(), default=0)) > LONGEST_CHAIN:
+        raise RequestError(f"The workflow chains {longest} nodes one after the other; at most {LONGEST_CHAIN} are run.")
 
 
 # ---- the run

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..magi2_core.errors import RequestError
+from ..magi2_core.files import parse_json
 
 Workflow = dict[str, dict[str, Any]]
 
@@ -15,8 +15,8 @@ Workflow = dict[str, dict[str, Any]]
 def read_workflow(path: Path) -> Workflow:
     """Read an API workflow: {node id: {"class_type", "inputs"}}. RequestError for anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise RequestError(f"The workflow {path} cannot be read: {error}.") from error
     if isinstance(content, dict) and isinstance(content.get("nodes"), list):
         raise RequestError(
@@ -49,8 +49,8 @@ def set_inputs(workflow: Workflow, assignments: Iterable[str]) -> list[tuple[str
         node_id = find_node(workflow, node_name.strip())
         node = workflow[node_id]
         try:
-            value = json.loads(text)
-        except json.JSONDecodeError:
+            value = parse_json(text)
+        except ValueError:
             value = text
         if isinstance(value, (list, dict)):
             value = text
@@ -68,16 +68,18 @@ def find_node(workflow: Workflow, name: str) -> str:
     """The id of the node with this id, title or class; RequestError if there is none or more than one."""
     if name in workflow:
         return name
-    matches = [
-        node_id
-        for node_id, node in workflow.items()
-        if name in (node["class_type"], node.get("_meta", {}).get("title"))
-    ]
+    matches = [node_id for node_id, node in workflow.items() if name in (node["class_type"], title(node))]
     if len(matches) == 1:
         return matches[0]
     listed = ", ".join(f"{node_id} ({node['class_type']})" for node_id, node in workflow.items())
     problem = f"{len(matches)} nodes are called {name!r}" if matches else f"No node is called {name!r}"
     raise RequestError(f"{problem}. The workflow has {listed}.")
+
+
+def title(node: dict[str, Any]) -> Any:
+    """The title that somebody gave the node, None without one."""
+    meta = node.get("_meta")  # ComfyUI's page writes it, and its server does not read it
+    return meta.get("title") if isinstance(meta, dict) else None
 
 
 def is_link(value: Any) -> bool:

@@ -230,12 +230,49 @@ def test_a_workflow_of_the_page_is_refused_with_advice() -> None:
         read_workflow(ROOT / "workflows" / "text_to_clip.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"1": {"inputs": {}}}', '{"1": 3}', "{"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"1": {"inputs": {}}}', '{"1": 3}', "{", "[" * 100_000],
+                         ids=range(7))
 def test_files_that_are_no_workflow_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "w.json"
     path.write_text(text)
     with pytest.raises(RequestError):
         read_workflow(path)
+
+
+def test_a_workflow_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "w.json").write_text(json.dumps(small_prompt()), encoding="utf-8-sig")
+    assert read_workflow(tmp_path / "w.json") == small_prompt()
+
+
+def test_a_titles_place_that_holds_something_else_is_no_title() -> None:
+    workflow = small_prompt() | {"1": {**small_prompt()["1"], "_meta": []}}
+    set_inputs(workflow, ["Magi2Sampler.seed=7"])
+    assert workflow["3"]["inputs"]["seed"] == 7
+
+
+def test_a_value_of_many_brackets_is_a_text() -> None:
+    workflow = small_prompt()
+    set_inputs(workflow, ["Magi2EncodePrompt.prompt=" + "[" * 100_000])
+    assert workflow["2"]["inputs"]["prompt"] == "[" * 100_000
+
+
+def chain(length: int, *, closed: bool = False) -> dict[str, Any]:
+    nodes = {
+        str(number): {"class_type": "Magi2UnloadWorkers", "inputs": {"after": [str(number - 1), 0]}}
+        for number in range(length)
+    }
+    nodes["0"]["inputs"] = {"after": [str(length - 1), 0]} if closed else {}
+    return nodes
+
+
+def test_a_chain_that_python_could_not_follow_is_refused_at_once() -> None:
+    with pytest.raises(RequestError, match="chains 5000 nodes one after the other; at most 100 are run"):
+        check_workflow(chain(5000))
+    with pytest.raises(RequestError, match=r"run in a circle: (2 -> 1 -> 0 -> 2|1 -> 0 -> 2 -> 1|0 -> 2 -> 1 -> 0)\."):
+        check_workflow(chain(3, closed=True))
+    with pytest.raises(RequestError, match="circle"):
+        check_workflow(chain(5000, closed=True))
+    assert len(check_workflow(chain(100))) == 100
 
 
 def test_a_saved_request_body_is_read_too(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from urllib.parse import quote, urlsplit
 
 from ..errors import MissingDependencyError, RequestError
 from ..events import Events
+from ..files import parse_json
 
 DEFAULT_MODEL = "gemini-3.1-pro-preview"
 DEFAULT_BASE_URL = "https://generativelanguage.googleapis.com/v1beta/openai/"
@@ -136,7 +137,7 @@ def _read_settings(file: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_bytes())
     except (OSError, ValueError):  # the text may be shown nowhere: it holds the key
         content = None
     if not isinstance(content, dict):
