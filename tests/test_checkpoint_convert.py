@@ -18,7 +18,7 @@ from magi2_native.magi2_core.checkpoint.miniature import write_miniature
 from magi2_native.magi2_core.checkpoint.network import Network
 from magi2_native.magi2_core.errors import CheckpointError, RequestError
 from magi2_native.magi2_core.events import Silent
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 PICKLES = ("vae/Wan2.2_VAE.pth", "turbo_vae/checkpoint.ckpt")
 CONVERTED = ("vae/Wan2.2_VAE.safetensors", "turbo_vae/checkpoint.safetensors")
@@ -38,6 +38,11 @@ def root(miniature: Path, tmp_path: Path) -> Path:
 def loaded(network: Network) -> dict[str, torch.Tensor]:
     with network.open() as reader:
         return load_tensors(network, reader, dict.fromkeys(network.table, torch.float32))
+
+
+def store(file: Path, content: object) -> None:
+    file.unlink()  # it is linked to the fixture's
+    torch.save(content, file)
 
 
 def files(root: Path) -> set[str]:
@@ -87,12 +92,43 @@ def test_a_checkpoint_without_a_picture_encoder_converts_the_other_file(root: Pa
 
 def test_tensors_that_share_memory_or_have_strides_are_written_each_by_itself(root: Path):
     base = torch.arange(12.0).view(3, 4)
-    (root / PICKLES[0]).unlink()
-    torch.save({"a": base, "b": base, "c": base[1:], "d": base.T}, root / PICKLES[0])
+    extra = {"decoder.a": base, "decoder.b": base, "decoder.c": base[1:], "decoder.d": base.T}
+    store(root / PICKLES[0], torch.load(root / PICKLES[0], weights_only=True) | extra)
     convert(root)
-    assert {key: tensor.tolist() for key, tensor in load_file(root / CONVERTED[0]).items()} == {
-        "a": base.tolist(), "b": base.tolist(), "c": base[1:].tolist(), "d": base.T.tolist(),
-    }  # fmt: skip
+    got = load_file(root / CONVERTED[0])
+    assert {key: got[key].tolist() for key in extra} == {key: tensor.tolist() for key, tensor in extra.items()}
+
+
+@pytest.mark.parametrize("content", [{}, {1: 2}, {"model": {"encoder.conv1.weight": torch.ones(1)}}], ids=str)
+@pytest.mark.parametrize("file", PICKLES)
+def test_a_file_without_the_tensors_of_its_network_is_refused_and_not_converted(root: Path, file: str, content: object):
+    store(root / file, content)
+    with pytest.raises(CheckpointError, match=r"does not hold the .*found no such key, and \d+ more\.$"):
+        convert(root)
+    assert not (root / file).with_suffix(".safetensors").exists()
+
+
+@pytest.mark.parametrize("file", CONVERTED)
+def test_a_converted_file_without_the_tensors_of_its_network_is_not_trusted(root: Path, file: str):
+    save_file({}, root / file)
+    with pytest.raises(CheckpointError, match=r"does not hold the .* Remove it, then convert \S+ anew\.$"):
+        convert(root)
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "said"),
+    [
+        ("decoder.x", torch.eye(2).to_sparse(), "decoder.x: expected a dense tensor, found a sparse_coo tensor"),
+        ("decoder.x", torch.ones(2, device="meta"), "decoder.x: expected a dense tensor, .*of the device meta"),
+        ("decoder.\ud800", torch.ones(2), r"decoder.\\ud800: expected a name in UTF-8"),
+        ("decoder.x", torch.ones(2, dtype=torch.complex64), "decoder.x: expected a dtype of .*, found torch.complex64"),
+    ],
+    ids=["sparse", "meta", "surrogate", "complex"],
+)
+def test_a_tensor_that_safetensors_cannot_hold_is_named(root: Path, key: str, tensor: torch.Tensor, said: str):
+    store(root / PICKLES[0], torch.load(root / PICKLES[0], weights_only=True) | {key: tensor})
+    with pytest.raises(CheckpointError, match=said):
+        convert(root)
 
 
 @pytest.mark.parametrize(

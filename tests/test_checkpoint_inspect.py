@@ -232,6 +232,14 @@ def test_a_pickle_cut_by_one_byte(root: Path, file: str):
     assert "damaged" in problem["found"]
 
 
+@pytest.mark.parametrize("content", [b"<html>404 Not Found</html>", b"absent", struct.pack("<Q", 64) + b"{}"], ids=str)
+def test_a_file_that_is_no_pickle_at_all_is_shown_by_how_it_begins(root: Path, content: bytes):
+    replace(root / WAN, content)
+    problem = only_problem(root)
+    assert problem["expected"] == "a file written by torch.save"
+    assert problem["found"] == f"another, which begins with {content[:16]!r}"
+
+
 @pytest.mark.parametrize("file", [WAN, TURBO])
 def test_a_pickle_that_would_run_code_is_refused_unrun(root: Path, tmp_path: Path, file: str):
     (root / file).unlink()

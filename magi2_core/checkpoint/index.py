@@ -24,7 +24,7 @@ SINGLE_NAME = "model.safetensors"
 # The library's own limit; a longer header is a damaged file, not a large model.
 _HEADER_LIMIT = 100_000_000
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -189,12 +189,12 @@ def _entry(path: Path, key: str, value: Any, data_begin: int) -> Entry:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
             raise ValueError
-        shape, known = tuple(shape), dtype in _DTYPES
+        shape, known = tuple(shape), dtype in DTYPES
     except (KeyError, TypeError, ValueError):
         raise _bad(path, "dtype, shape and data_offsets in the header", repr(value)[:120], key) from None
     if not known:
-        raise _bad(path, f"a dtype of {', '.join(_DTYPES)}", repr(dtype), key)
-    entry = Entry(path, _DTYPES[dtype], shape, data_begin + begin)
+        raise _bad(path, f"a dtype of {', '.join(DTYPES)}", repr(dtype), key)
+    entry = Entry(path, DTYPES[dtype], shape, data_begin + begin)
     if entry.nbytes != end - begin:
         raise _bad(path, f"{entry.nbytes} bytes for {dtype} {list(shape)}", f"{end - begin} bytes", key)
     return entry

@@ -6,10 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
-
 from .index import Entry, Scan, compare
-from .legacy import load_pickle, state_dict_of
+from .legacy import load_state_dict
 from .problem import BadFileError, Problem, refuse
 from .reader import SafetensorsReader, TensorReader, TensorsReader
 from .spec import TensorSpec
@@ -73,7 +71,7 @@ def scan_pickle(path: Path) -> Scan:
     """Scan the tensors of a pickled checkpoint; a file that cannot be read is a problem of the result."""
     scan = Scan(path)
     try:
-        tensors = state_dict_of(load_pickle(path))
+        tensors = load_state_dict(path)
     except BadFileError as error:
         scan.problems.append(error.problem)
         return scan
@@ -86,7 +84,7 @@ def pickle_reader(path: Path, stored: Mapping[str, str]) -> Callable[[], TensorR
     """What opens a pickled checkpoint for reading, by module names."""
 
     def open_reader() -> TensorReader:
-        tensors: dict[str, Tensor] = state_dict_of(load_pickle(path))
+        tensors = load_state_dict(path)
         return TensorsReader({key: tensors[name] for key, name in stored.items() if name in tensors})
 
     return open_reader
