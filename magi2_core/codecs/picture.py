@@ -46,7 +46,7 @@ def read_picture(path: str | Path) -> Image.Image:
     Alpha is dropped, grey is replicated; values of 16-bit pictures are cut at 255, as the reference does, so convert
     those to 8 bits beforehand. RequestError if the file is missing or is not a picture that Pillow can read.
     """
-    # Reading a pipe would wait for its writer. These three answer False, where Path's raise, for a folder out of bounds.
+    # Reading a pipe would wait for its writer. Where a folder may not be entered, Path's own three raise.
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise RequestError(f"{path} is not a file; a picture must be one.")
     try:
