@@ -3,9 +3,11 @@
     python -m magi2_native.tests.golden.replay FOLDER
 
 FOLDER holds one folder for each part (dit, sampling, text, vae, refiner), or is one of them. A case is a JSON file,
-with its tensors, if it has any, in the safetensors file of the same name. One line is printed for each case with its
-worst measured error and the tolerance; the last line counts. The exit code is 1 if any case failed. A case of a family
-that the code does not know fails.
+with its tensors, if it has any, in the safetensors file of the same name. Beside cases a part may hold checkpoints that
+they read: folders with `model.safetensors` or its index. One line is printed for each case with its worst measured
+error and the tolerance; the last line counts. The exit code is 1 if any case failed. A case of a family that the code
+does not know fails, and so does any other file but texts (.md, .txt, README and the like) and hidden ones: nothing
+passes unseen.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from ...magi2_core.dit.norm import rms_norm
 from ...magi2_core.dit.runs import MODALITIES, Run, block
 
 PARTS = ("dit", "sampling", "text", "vae", "refiner")
+_CHECKPOINT = "*/model.safetensors*"  # an index of shards, or the one file
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,24 @@ def find_cases(folder: Path) -> Iterator[Case]:
             yield Case(part, path)
 
 
+def find_strays(folder: Path) -> list[str]:
+    """The files of a folder that no case accounts for, without suffixes and relative to it, in name order."""
+    cases = list(find_cases(folder))
+    seen = {path for case in cases for path in (case.path, case.path.with_suffix(".safetensors"))}
+    checkpoints = {path.parent for part in {case.folder for case in cases} for path in part.glob(_CHECKPOINT)}
+    return sorted({
+        path.relative_to(folder).with_suffix("").as_posix()
+        for path in folder.rglob("*")
+        if not path.is_dir() and path not in seen and path.parent not in checkpoints and not _is_text(path, folder)
+    })  # fmt: skip
+
+
+def _is_text(path: Path, folder: Path) -> bool:
+    """Whether a file is for people, or hidden, and so certainly no case."""
+    hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
+    return hidden or path.suffix.lower() in (".md", ".txt", ".rst") or (not path.suffix and path.name.isupper())
+
+
 def _part_of(folder: Path) -> str:
     name = folder.resolve().name
     if name not in PARTS:
@@ -168,6 +189,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args(arguments).folder
     results = [report(case) for case in find_cases(folder)]
+    for stray in find_strays(folder):
+        print(f"FAIL {stray}: no case of the parts {', '.join(PARTS)}: a JSON file in the folder of its part")
+        results.append(False)
     passed = sum(results)
     print(f"{passed} passed, {len(results) - passed} failed")
     return 0 if results and passed == len(results) else 1
