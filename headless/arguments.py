@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..magi2_core.conditioning.markers import figure_number, marker, parse_pictures, picture_order
 from ..magi2_core.errors import RequestError
+from ..magi2_core.files import expand
+
+MOST_WORKERS = 1024  # beyond any layout of the model
+logger = logging.getLogger("magi2")
 
 
 def read_prompt(text: str | None, file: Path | None) -> str:
@@ -18,7 +23,7 @@ def read_prompt(text: str | None, file: Path | None) -> str:
         return text
     assert file is not None
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"The prompt file {file} cannot be read: {error}.") from error
 
@@ -29,6 +34,8 @@ def name_pictures(arguments: Sequence[str], *, numeric: bool = False) -> dict[in
     Either one argument as the reference takes it, a path or a JSON map, or paths that are numbered from 1.
     """
     if len(arguments) == 1:
+        if not arguments[0].strip():
+            logger.warning("--image is empty, so this clip is made without a picture.")
         named = parse_pictures(arguments[0])
     elif any(argument.lstrip().startswith("{") for argument in arguments):
         raise RequestError("A map of pictures names all of them; give it as the only --image.")
@@ -51,11 +58,19 @@ def size(text: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
+def path(text: str) -> Path:
+    """A path, with ~ replaced."""
+    try:
+        return expand(text)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def folder(text: str) -> Path:
     """An existing folder."""
-    if not Path(text).is_dir():
+    if not (named := path(text)).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {text!r}")
-    return Path(text)
+    return named
 
 
 def devices(names: str | None, workers: int | None) -> list[str] | None:
@@ -63,8 +78,8 @@ def devices(names: str | None, workers: int | None) -> list[str] | None:
     listed = [name.strip() for name in names.split(",") if name.strip()] if names is not None else None
     if workers is None:
         return listed
-    if workers < 1:
-        raise RequestError(f"The number of workers is {workers}; it must be 1 or more.")
+    if not 1 <= workers <= MOST_WORKERS:
+        raise RequestError(f"The number of workers is {workers}; it must be 1 to {MOST_WORKERS}.")
     if listed is None:
         import torch
 

@@ -166,7 +166,8 @@ def _generate(options: argparse.Namespace) -> int:
         images=name_pictures(options.image, numeric=options.image_order == "number"), resolution=options.resolution,
         orientation=options.orientation, seed=options.seed, noise_device=options.noise_device,
         settings=SamplingSettings(options.steps, options.shift, guidance),
-        refiner=RefinerSettings(steps=options.refiner_steps, attention=options.refiner_attention), output_size=options.output_size, crf=options.crf,
+        refiner=RefinerSettings(steps=options.refiner_steps, attention=options.refiner_attention),
+        output_size=options.output_size, crf=options.crf,
     )
     if options.launch and (options.device or options.workers):
         raise RequestError("--launch uses all workers that torchrun started; leave out --device and --workers.")

@@ -6,9 +6,9 @@ from typing import Any
 
 from ..magi2_core.refiner.stage import NOISE_LEVELS, RefinerSettings
 from ..magi2_core.refiner.window_attention import BACKENDS
+from ..magi2_core.sampling.schedule import MOST_STEPS
 from ..stages.checkpoint import check_refiner
 from ..stages.refine import CLIPS_OWN, LARGEST_SIDE, refine, refiner_settings
-from ..stages.sample import MOST_STEPS
 from ..stages.values import ClipLatent, Conditioning, Model
 from .checks import first_sentence, sentence_of
 from .comfy import ConditioningType, LatentType, ModelType, advanced, io, schema

@@ -7,7 +7,8 @@ from typing import Any
 from ..magi2_core.errors import check_choice
 from ..magi2_core.sampling.geometry import ORIENTATIONS
 from ..magi2_core.sampling.guidance import HELP
-from ..stages.sample import MOST_STEPS, RESOLUTIONS, sample
+from ..magi2_core.sampling.schedule import MOST_STEPS
+from ..stages.sample import RESOLUTIONS, sample
 from ..stages.values import Conditioning, Model, SamplerOptions
 from .checks import first_sentence, sentence_of
 from .comfy import ConditioningType, LatentType, ModelType, OptionsType, io, schema

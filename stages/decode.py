@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..magi2_core.codecs.frames import resize
-from ..magi2_core.codecs.media import DEFAULT_CRF
+from ..magi2_core.codecs.media import DEFAULT_CRF, LARGEST_SIDE
 from ..magi2_core.errors import RequestError, check_choice
 from ..magi2_core.events import Events
 from ..magi2_core.sampling.geometry import PREVIEW_FPS, SPATIAL_STRIDE, decoded_frames
@@ -22,7 +22,6 @@ from .values import ClipLatent, DecodedClip, Model
 PARTS = ("video and sound", "video only", "sound only")
 MAKE_FRAMES = ("auto", "always", "never")
 MOST_IMAGE_BYTES = 2 << 30  # as IMAGE; a 540p clip takes 0.7 GB, a 1080p clip 6.2 GB
-LARGEST_SIDE = 8192
 SAMPLE_RATE = 44_100
 FRAME_BLOCK = 16
 

@@ -12,7 +12,6 @@ from ..magi2_core.refiner.stage import RefinerSettings
 from ..magi2_core.sampling.geometry import REFINED_FPS, SPATIAL_STRIDE, orient, tier
 from ..magi2_core.sampling.noise import NOISE_DEVICES, check_seed
 from .manager import manager
-from .sample import MOST_STEPS
 from .values import ClipLatent, Conditioning, Model
 
 LARGEST_SIDE = 4096
@@ -54,8 +53,6 @@ def refiner_settings(
     latent_size: tuple[int, int] = (2, 1),
 ) -> RefinerSettings:
     """The settings of the stage for latents of (width, height); RequestError if any of them cannot be used."""
-    if isinstance(steps, int) and steps > MOST_STEPS:
-        raise RequestError(f"The number of steps is {steps}; it must be at most {MOST_STEPS}.")
     width, height = refined_size(*latent_size, width, height)
     return RefinerSettings(
         width=width, height=height, steps=steps, shift=shift, noise_value=noise_value,

@@ -30,7 +30,6 @@ OPTION_FIELDS = tuple(
     if field.name not in ("video_txt_guidance_scale", "audio_txt_guidance_scale", "use_negative_prompt")
 )
 LARGEST_SIDE = 2048
-MOST_STEPS = 1000  # the schedule's own resolution
 
 
 def sampler_options(
@@ -61,8 +60,6 @@ def sampling_settings(
     steps: int, shift: float, video_guidance: float, audio_guidance: float, options: SamplerOptions | None
 ) -> SamplingSettings:
     """The settings of the loop; RequestError if any of them cannot be used."""
-    if isinstance(steps, int) and steps > MOST_STEPS:
-        raise RequestError(f"The number of steps is {steps}; it must be at most {MOST_STEPS}.")
     guidance = GuidanceSettings(
         video_txt_guidance_scale=video_guidance,
         audio_txt_guidance_scale=audio_guidance,

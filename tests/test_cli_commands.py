@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from magi2_native.headless import run
+from magi2_native.headless import generate, run
 from magi2_native.headless.arguments import devices, size
 from magi2_native.headless.cli import main
 from magi2_native.magi2_core.errors import RequestError
@@ -184,3 +184,40 @@ def test_a_name_that_the_terminal_has_no_letters_for_is_printed_all_the_same(tmp
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert r"\u65e5\u672c" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "~nobody-here/x"],
+        ["miniature", "~nobody-here/x"],
+        ["run", "~nobody-here/x", "--models", "m"],
+        ["generate", "m", "--prompt", "a", "--output", "~nobody-here/x.mp4"],
+        ["enhance", "a", "--settings", "~nobody-here/x"],
+        ["generate", "m", "--prompt-file", "", "--output", "x.mp4"],
+    ],
+)
+def test_a_path_that_names_nothing_is_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "There is no folder ~nobody-here; write" in said or "The path is empty" in said
+
+
+def test_the_second_stage_is_given_the_attention_that_was_chosen(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests: list[Any] = []
+
+    def keep(request: Any, *_: Any) -> Any:
+        requests.append(request)
+        raise RequestError("that is all")
+
+    monkeypatch.setattr(generate, "generate", keep)
+    arguments = ["generate", str(tiny), "--prompt", "a", "--output", str(tmp_path / "x.mp4"), "--device", "cpu"]
+    assert main([*arguments, "--refiner-attention", "gather"]) == main(arguments) == 1
+    assert [request.refiner.attention for request in requests] == ["gather", "auto"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--refiner-attention", "magic"])
+    assert "flex" in capsys.readouterr().err

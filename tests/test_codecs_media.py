@@ -217,7 +217,7 @@ def test_an_output_path_is_checked_before_the_work(tmp_path):
     assert os.listdir(tmp_path) == [], "the check must leave nothing behind"
     (tmp_path / "folder.mp4").mkdir()
     for path, said in (
-        (tmp_path / "clip.avi", "must end in .mp4"),
+        (tmp_path / "clip.avi", "must be a name that ends in .mp4"),
         (tmp_path / "absent" / "clip.mp4", "does not exist"),
         (tmp_path / "folder.mp4", "is not a file"),
         (tmp_path / ("x" * 300 + ".mp4"), "cannot be written"),

@@ -93,12 +93,17 @@ def test_a_prompt_file_that_is_no_text(tmp_path: Path) -> None:
         read_prompt(None, file)
     file.write_text("\n a b\u00f6at \n", encoding="utf-8")
     assert read_prompt(None, file) == "a b\u00f6at"
+    file.write_text("{}", encoding="utf-8-sig")
+    assert read_prompt(None, file) == "{}", "a byte order mark would keep it from being read as JSON"
 
 
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        (["--steps", "0"], "number of steps is 0; it must be a whole number, at least 1"),
+        (["--steps", "0"], "number of steps is 0; it must be a whole number, 1 to 1000"),
+        (["--steps", "1000000000"], "number of steps is 1000000000; it must be"),
+        (["--refiner-steps", "1001"], "number of steps is 1001; it must be"),
+        (["--cfg-trick-start-frame", "9" * 401], "it must be a finite number"),
         (["--steps", "-3"], "number of steps is -3"),
         (["--refiner-steps", "0"], "number of steps is 0"),
         (["--shift", "nan"], "schedule shift is nan"),
@@ -110,6 +115,9 @@ def test_a_prompt_file_that_is_no_text(tmp_path: Path) -> None:
         (["--crf", "52"], "quality (CRF) is 52"),
         (["--output-size", "641x360"], "641x360 pixels; H.264 needs even sides"),
         (["--output-size", "0x0"], "0x0 pixels"),
+        (["--output-size", "20000x20000"], "20000x20000 pixels; H.264 needs even sides of 2 to 8192"),
+        (["--workers", "1000000"], "number of workers is 1000000; it must be 1 to 1024"),
+        (["--image", '{"<Figure ' + "1" * 5000 + '>": "a"}'], "is no name of a picture"),
         (["--noise-device", "cuda"], "noise device is 'cuda', but the clip is made on the CPU"),
         (["--device", "cuda:77"], "'cuda:77' is not here; this process sees"),
         (["--device", "cpu,warp"], "'warp' is not here"),
@@ -123,6 +131,11 @@ def test_a_prompt_file_that_is_no_text(tmp_path: Path) -> None:
 )
 def test_a_setting_that_cannot_be_used(refused: Refused, extra: list[str], sentence: str) -> None:
     assert sentence in refused(*extra)
+
+
+def test_an_empty_picture_argument_makes_a_clip_without_a_picture_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert name_pictures([""]) == {}
+    assert caplog.messages == ["--image is empty, so this clip is made without a picture."]
 
 
 def test_a_picture_that_cannot_be_used(refused: Refused, tmp_path: Path) -> None:
@@ -184,7 +197,7 @@ def test_pictures_without_clear_numbers(arguments: list[str], sentence: str) -> 
 
 def test_an_output_that_cannot_be_written(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gone does not exist" in refused(output=tmp_path / "gone" / "clip.mp4")
-    assert "must end in .mp4" in refused(output=tmp_path / "clip.avi")
+    assert "must be a name that ends in .mp4" in refused(output=tmp_path / "clip.avi")
     (tmp_path / "folder.mp4").mkdir()
     assert "exists and is not a file" in refused(output=tmp_path / "folder.mp4")
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+import os
 import sys
 import time
 import traceback
@@ -188,7 +189,10 @@ def test_a_picture_is_sent_and_asks_for_the_other_caption(tmp_path: Path, events
 def test_a_picture_that_cannot_be_read_gets_a_sentence(tmp_path: Path, events: Watcher) -> None:
     with CaptionServer(streamed(GOOD)) as server:
         sentence = failure(enhancer_for(server), events, picture=tmp_path / "none.png")
+        os.mkfifo(tmp_path / "pipe.png")
+        pipe = failure(enhancer_for(server), events, picture=tmp_path / "pipe.png")
     assert "none.png cannot be read: No such file" in sentence
+    assert "pipe.png cannot be read: it is not a file" in pipe
     assert server.requests == []
 
 
@@ -559,6 +563,15 @@ def test_the_environment_decides_before_the_settings_file(tmp_path: Path) -> Non
     assert find_endpoint(tmp_path, {}) == Endpoint("http://localhost:8000/v1", "file", "from-file", 30.0)
     environment = {"MAGI2_ENHANCE_API_KEY": f" {KEY}\n", "MAGI2_ENHANCE_MODEL": "env", "MAGI2_ENHANCE_TIMEOUT": "7.5"}
     assert find_endpoint(tmp_path, environment) == Endpoint("http://localhost:8000/v1", "env", KEY, 7.5)
+
+
+def test_a_settings_file_may_begin_with_a_byte_order_mark_and_may_not_be_all_brackets(tmp_path: Path) -> None:
+    file = tmp_path / "magi2_enhance.json"
+    file.write_text(json.dumps({"base_url": "http://localhost:8000/v1"}), encoding="utf-8-sig")
+    assert find_endpoint(tmp_path, {}) is not None
+    file.write_text("[" * 100_000)
+    with pytest.raises(RequestError, match="is not a JSON object like"):
+        find_endpoint(tmp_path, {})
 
 
 def test_a_key_is_sent_to_no_server_that_was_not_named() -> None:

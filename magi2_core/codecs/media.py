@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ..errors import Magi2Error, MissingDependencyError, RequestError
 from ..events import Events
+from ..files import expand
 
 DEFAULT_CRF = 10  # what the reference's writer uses (40 §7)
 ENCODER = "libx264"
+LARGEST_SIDE = 8192  # the encoder gives up above 16384
 LAYOUTS = {1: "mono", 2: "stereo"}
 
 
@@ -47,9 +49,9 @@ def check_output_path(path: str | Path) -> Path:
     Call it before the work starts. RequestError if the name does not end in .mp4, if its folder does not exist or
     cannot be written, or if something other than a file stands there.
     """
-    target = Path(path).expanduser().absolute()
+    target = expand(path).absolute()
     if target.suffix.lower() != ".mp4":
-        raise RequestError(f"The output {path} must end in .mp4; that is the format that is written.")
+        raise RequestError(f"The output {path} must be a name that ends in .mp4, such as clip.mp4.")
     try:
         if not target.parent.is_dir():
             raise RequestError(f"The folder {target.parent} does not exist; create it, or name another output.")
@@ -67,8 +69,10 @@ def check_output_path(path: str | Path) -> Path:
 
 def check_video(width: int, height: int, crf: int) -> None:
     """RequestError for a size or a quality that H.264 does not have; call it before the work starts."""
-    if width % 2 or height % 2 or min(width, height) < 2:
-        raise RequestError(f"The video is {width}x{height} pixels; H.264 needs even sides. Choose another size.")
+    if width % 2 or height % 2 or not 2 <= min(width, height) <= max(width, height) <= LARGEST_SIDE:
+        raise RequestError(
+            f"The video is {width}x{height} pixels; H.264 needs even sides of 2 to {LARGEST_SIDE}. Choose another size."
+        )
     if not 0 <= crf <= 51:
         raise RequestError(f"The quality (CRF) is {crf}; it must be between 0, without loss, and 51, the smallest.")
 

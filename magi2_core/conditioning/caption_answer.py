@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
+from ..files import expand
 from .captions import CAPTIONS, Task, response_schema
 from .endpoint import DEFAULT_MODEL
 
@@ -58,7 +59,9 @@ def picture_url(picture: Any) -> str:
     if isinstance(picture, str) and picture.startswith(("http://", "https://", "data:")):
         return picture
     if isinstance(picture, str | Path):
-        path = Path(picture).expanduser()
+        path = expand(picture)
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise RequestError(f"The picture {path} cannot be read: it is not a file.")
         try:
             return _data_url(_MIME.get(path.suffix.lower(), "image/jpeg"), path.read_bytes())
         except OSError as error:

@@ -56,8 +56,10 @@ def parse_pictures(argument: str | None) -> dict[str, str]:
 
 
 def figure_number(key: str) -> int:
-    """The first run of digits in a marker, 1 if there is none (30 §5)."""
+    """The first run of digits in a marker, 1 if there is none (30 §5). RequestError for a number beyond all use."""
     digits = re.search(r"\d+", key)
+    if digits and len(digits.group()) > 9:
+        raise RequestError(f"{key[:40]} is no name of a picture; write <Figure 1>, <Figure 2> and so on.")
     return int(digits.group()) if digits else 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -55,7 +55,7 @@ class GuidanceSettings:
     def __post_init__(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
-            if not isinstance(value, bool) and not math.isfinite(value):
+            if not isinstance(value, bool) and not -sys.float_info.max <= value <= sys.float_info.max:
                 raise RequestError(f"{option.name} is {value}; it must be a finite number.")
         for name in ("cfg_trick_start_frame", "skimmed_cfg_scale", "cfg_rescale"):
             if getattr(self, name) < 0:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import RequestError
 
 TRAINING_STEPS = 1000
+MOST_STEPS = TRAINING_STEPS  # more would repeat timesteps
 SIGMA_MAX = 0.9990000128746033  # float32(1 - 1/1000)
 
 
@@ -37,11 +38,11 @@ class Schedule:
 def make_schedule(steps: int, shift: float) -> Schedule:
     """The flow schedule of `steps` steps with a shift (20 §3).
 
-    Raises RequestError for steps < 1, for a shift that is not finite and positive, and for a pair so extreme that two
-    noise levels coincide in fp32, which the solver would divide by (20 §9).
+    Raises RequestError for steps that are not 1 to 1000, for a shift that is not finite and positive, and for a pair so
+    extreme that two noise levels coincide in fp32, which the solver would divide by (20 §9).
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise RequestError(f"The number of steps is {steps!r}; it must be a whole number, at least 1.")
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+        raise RequestError(f"The number of steps is {steps!r}; it must be a whole number, 1 to {MOST_STEPS}.")
     if not math.isfinite(shift) or shift <= 0:
         raise RequestError(f"The schedule shift is {shift}; it must be a finite number above 0 (1 is linear).")
     stride = -SIGMA_MAX / steps
