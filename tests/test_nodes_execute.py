@@ -308,6 +308,21 @@ def test_options_reach_the_guidance(graph: Graph) -> None:
 # ---- progress
 
 
+def test_progress_that_nobody_can_see_does_not_raise(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 line 3: a node without a number, then no server."""
+    comfy, progress = graph.stub.module("nodes.comfy"), graph.stub.module("nodes.progress")
+    events = progress.NodeEvents(None)
+    events.progress("sample", 1, 2)
+    events.log("a line")
+    assert graph.stub.server.texts == [], "the page has no place for it"
+    monkeypatch.setattr(comfy, "server", lambda: None)
+    events = progress.NodeEvents("7")
+    events.progress("sample", 1, 2)
+    events.log("a line")
+    comfy.send("magi2.status", {})
+    assert graph.stub.server.texts == []
+
+
 def test_progress_shows_steps_time_left_and_a_preview_that_moves(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -464,7 +464,7 @@ def test_memory_is_flat_over_equal_runs_and_alternating_sizes(pool: Pool) -> Non
 
     def resident(count: int) -> int:
         frames = pool.submit("frames", {"count": count, "height": 256, "width": 448}).result()["frames"]
-        assert frames.shape[0] == count
+        assert frames.max() == 250  # touched: what is only mapped is not resident
         pool.submit("echo").result()  # its report comes after the frames are free
         memory = [rank["memory"]["resident"] for rank in pool.status()["replicas"][0]["ranks"]]
         return max(memory) + resident_bytes()

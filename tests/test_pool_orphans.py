@@ -211,6 +211,23 @@ print("still here", flush=True)
     assert (run.returncode, run.stdout, run.stderr) == (1, "", "")
 
 
+def test_a_worker_arms_all_guards() -> None:
+    """Each covers holes of the others, so that a missing one shows in no run of the matrix above."""
+    program = """
+import ctypes, fcntl, os, threading
+from magi2_native.distributed import orphan
+read, write = os.pipe()
+orphan.arm(read, os.getppid())
+asked = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(asked), 0, 0, 0)  # PR_GET_PDEATHSIG
+asynchronous = bool(fcntl.fcntl(read, fcntl.F_GETFL) & os.O_ASYNC)
+owner = fcntl.fcntl(read, fcntl.F_GETOWN) == os.getpid()
+print(asked.value, asynchronous, owner, [thread.name for thread in threading.enumerate()][1:])
+"""
+    run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert run.stdout == f"{int(signal.SIGKILL)} True True ['magi2-life']\n", run.stderr
+
+
 def test_a_forked_copy_of_the_parent_lets_go_of_the_workers() -> None:
     """Another package may fork the server; the copy inherits the parent's ends of the life pipes and closes them."""
     program = """
