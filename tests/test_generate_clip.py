@@ -207,16 +207,3 @@ def test_the_demo_checks_its_clips_by_decoding_them(tmp_path: Path) -> None:
     mute = write_video(tmp_path / "mute.mp4", [frames], Fraction(25, 2))
     with pytest.raises(Magi2Error, match="mute"):
         demo.check_clip(mute)
-
-
-def test_the_demo_makes_a_text_clip_and_a_picture_clip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The whole of it, in one process and in small."""
-    monkeypatch.setattr(demo, "EXPECTED", (125, 64, 32, *demo.EXPECTED[3:]))
-    folder = tmp_path / "new" / "demo"
-    assert demo.demo(folder, steps=1, workers=1) == 0
-    printed = capsys.readouterr().out
-    for name in ("text.mp4", "picture.mp4"):
-        assert str(folder / name) in printed
-        assert read_back(folder / name).frames == 125
