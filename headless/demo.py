@@ -73,7 +73,7 @@ def make_clip(command: str, template: str, options: argparse.Namespace, *more: s
     folder = options.output / template
     arguments = [command, str(WORKFLOWS / f"{template}.json"), "--output", str(folder), *more,
                  "--set", f"Magi2Sampler.steps={options.steps}"]  # fmt: skip
-    print(f"\n{Path(sys.executable).with_name('magi2')} {shlex.join(arguments)}", flush=True)
+    print("\n" + shlex.join([str(Path(sys.executable).with_name("magi2")), *arguments]), flush=True)
     before = set(folder.rglob("*.mp4"))
     code = magi2(arguments)
     if code > 128:

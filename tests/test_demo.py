@@ -34,7 +34,7 @@ def test_both_shipped_workflows_are_run_by_commands_that_can_be_copied(
     assert run() == 0
     printed = capsys.readouterr().out
     assert printed.count("checked by decoding it: 125 frames of 448x256") == 2
-    copied = [shlex.split(line) for line in printed.splitlines() if "/magi2 run " in line]
+    copied = [shlex.split(line) for line in printed.splitlines() if " run " in line and "--output" in line]
     assert [Path(command[2]) for command in copied] == [
         demo.WORKFLOWS / f"{name}.json" for name in ("text_to_clip", "picture_to_clip")
     ]
