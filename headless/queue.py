@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import filecmp
 import json
 import uuid
@@ -242,14 +243,17 @@ async def _write(chunks: Any, target: Path) -> Path:
 
     It gets a temporary name first, so that a broken download leaves nothing under the final one.
     """
-    part = target.with_name(f"{target.name}.part")
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
-        with part.open("wb") as file:
+        with part.open("xb") as file:
             async for chunk in chunks:
                 file.write(chunk)
-        if not target.exists() or not filecmp.cmp(part, target, shallow=False):
+        while not target.exists() or not filecmp.cmp(part, target, shallow=False):
             target = unused(target)
-            part.replace(target)
+            with contextlib.suppress(FileExistsError):  # another download may have taken the name meanwhile
+                target.touch(exist_ok=False)
+                part.replace(target)
+                break
     finally:
         part.unlink(missing_ok=True)
     return target

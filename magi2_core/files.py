@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,13 @@ def replacing(target: Path) -> Iterator[Path]:
 
     RequestError if the folder or the file cannot be written.
     """
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
+        partial.touch(exist_ok=False)
     except OSError as error:
         raise RequestError(f"The folder {target.parent} cannot be written: {error.strerror}.") from error
-    os.close(handle)
-    partial = Path(name)
     try:
         yield partial
-        partial.chmod(0o644)
         partial.replace(target)
     except OSError as error:
         raise RequestError(f"{target} cannot be written: {error.strerror or error}.") from error

@@ -3,13 +3,13 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from magi2_native.headless.cli import main
-from magi2_native.headless.queue import queue_workflow
+from magi2_native.headless.queue import _write, queue_workflow
 from magi2_native.magi2_core.errors import RequestError
 from magi2_native.magi2_core.events import Silent
 from magi2_native.tests.comfy_server.client import small_prompt
@@ -268,3 +268,20 @@ def test_exit_codes(comfy: Comfy, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "boom" in capsys.readouterr().err
     assert main(["queue", str(path), "--server", "http://127.0.0.1:9", "--output", str(tmp_path)]) == 1
     assert "does not answer" in capsys.readouterr().err
+
+
+def test_two_downloads_of_one_name_keep_both_files(tmp_path: Path) -> None:
+    """Two commands may bring clips of the same name from two servers into one folder."""
+    started = asyncio.Barrier(2)
+
+    async def chunks(content: bytes) -> AsyncIterator[bytes]:
+        yield content[:1]
+        await started.wait()
+        yield content[1:]
+
+    async def both() -> list[Path]:
+        return await asyncio.gather(*(_write(chunks(each), tmp_path / "clip.mp4") for each in (b"first", b"second")))
+
+    paths = asyncio.run(both())
+    assert [path.read_bytes() for path in paths] == [b"first", b"second"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clip-2.mp4", "clip.mp4"]
