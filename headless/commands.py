@@ -181,6 +181,7 @@ def _generate(options: argparse.Namespace) -> int:
         events.log(plan.describe())
         with open_session(plan, options.launch) as session:
             clip = generate(request, session, events)
+            options.written.append(clip.path)
     if options.json:
         write_json({"event": "result", **asdict(clip), "path": str(clip.path)})
     else:

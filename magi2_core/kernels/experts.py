@@ -19,7 +19,7 @@ from ..dit.activation import swiglu7_pair
 log = logging.getLogger("magi2")
 
 # torch's grouped product: public since 2.10, and in 2.9 for all GPUs with bfloat16 too; 2.8 has it for Hopper alone.
-GROUPED_MM: Any = getattr(F, "grouped_mm", torch._grouped_mm if torch.__version__ >= "2.9" else None)
+GROUPED_MM: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None) if torch.__version__ >= "2.9" else None)
 
 # Elements of one fp32 temporary of the activation: in cache on a CPU, 64 MiB elsewhere.
 _ACTIVATION = {"cpu": 1 << 18}

@@ -168,7 +168,10 @@ def _flex(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, plan: WindowPlan) -> Tens
     except Exception as error:
         if not type(error).__module__.startswith(_COMPILERS):
             raise
-        reason = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
+        inner = getattr(error, "inner_exception", error)
+        if isinstance(inner, torch.OutOfMemoryError):
+            raise inner from error
+        reason = str(inner).strip().partition("\n")[0]
         raise MissingDependencyError(
             f"The flex backend of the window attention cannot be compiled here ({reason}). It needs Triton and a C"
             " compiler; choose the backend 'gather'."
