@@ -67,7 +67,7 @@ class RankError(PoolError):
     """A rank failed. The text is a sentence with the cause, then the rank's last log lines, then its traceback.
 
     error_type, message: class name and text of the exception that the engine raised, or None and "" if the rank died,
-    hung or never joined. survived: the pool goes on, because every rank raised the like at the same point; otherwise
+    hung or never joined. survived: the pool goes on, because every rank raised the same at the same point; otherwise
     the workers were ended and the next job starts new ones, as `advice` says.
     """
 

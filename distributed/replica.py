@@ -175,8 +175,9 @@ class Replica:
         complete = len(ends) == len(self.ranks)
         # A rank that returned without a check point took no part and has nothing under way, see worker.Engine.
         part = [end for end in ends if end["checks"] or end["outcome"] != "done"]
-        # Texts may differ: they tell a rank's own device and memory.
-        ways = {(end["outcome"], end["checks"], end["error"] and end["error"]["type"]) for end in part}
+        # One text, because equal types alone do not prove one place: ranks that ran out of memory before and after a
+        # collective are no longer in step.
+        ways = {(end["outcome"], end["checks"], end["error"] and end["error"]["message"]) for end in part}
         outcomes = {end["outcome"] for end in part}
         error: PoolError | None = None
         if complete and outcomes <= {"done"}:

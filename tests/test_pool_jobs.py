@@ -268,7 +268,6 @@ def test_what_on_event_raises_cancels_the_job_and_passes_on(pool: Pool) -> None:
     assert job.done
 
 
-@pytest.mark.usefixtures("same_workers")
 @pytest.mark.parametrize("source", ["poll", "on_event"])
 def test_ranks_that_cannot_be_ended_are_waited_for_once(source: str) -> None:
     job = Job(1, "hang", None, Packed({}), lambda: None, patience=0.3)
@@ -283,6 +282,7 @@ def test_ranks_that_cannot_be_ended_are_waited_for_once(source: str) -> None:
     assert 0.3 <= time.monotonic() - start < 0.55
 
 
+@pytest.mark.usefixtures("same_workers")
 def test_an_exception_in_the_block_of_a_job_cancels_it(pool: Pool) -> None:
     def listen(job: Job) -> None:
         with job:
@@ -377,13 +377,6 @@ def test_an_error_of_all_ranks_is_told_once_and_the_pool_lives_on(pool: Pool) ->
 
 
 @pytest.mark.usefixtures("same_workers")
-def test_an_error_of_all_ranks_may_name_what_differs_between_them(pool: Pool, same_workers: None) -> None:
-    """Each rank tells the memory of its own device."""
-    with pytest.raises(RankError, match=r"raised MemoryError in 'fail_apart': \d bytes are free") as caught:
-        pool.submit("fail_apart").result()
-    assert caught.value.survived
-
-
 def test_bad_requests_are_refused_before_any_rank_hears_of_them(pool: Pool) -> None:
     errors: list[BaseException] = []
 
