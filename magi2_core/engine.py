@@ -310,17 +310,17 @@ class Engine:
 
     def decode_video(self, events: Events, *, video: Tensor) -> Result:
         """A latent [48, T, H, W] to frames uint8 [F, 16H, 16W, 3] (40 §4)."""
-        blocks = self._frame_blocks(video, Together(events, self.parallel))
+        decoder = self._stage("video_decoder", events)
+        blocks = self._frame_blocks(decoder, video, Together(events, self.parallel))
         frames = gather_blocks(blocks, decoded_frames(video.shape[1]) if self.leads else 0)
         return {"frames": frames} if self.leads else {}
 
-    def _frame_blocks(self, video: Tensor, events: Together) -> Iterator[Tensor]:
+    def _frame_blocks(self, decoder: TurboDecoder, video: Tensor, events: Together) -> Iterator[Tensor]:
         """Finished frames uint8 [t, H, W, 3] in time order; on other ranks than the first, blocks of no frames.
 
         The windows of the clip go round the ranks, which changes no value (40 §4.6): each decodes one, then the first
         takes them all in their order. The ranks use the same tiles, and so pass the same check points.
         """
-        decoder = self._stage("video_decoder", events)
         z = video[None].to(self.device, torch.bfloat16)
         frames, height, width = video.shape[1:]
         windows, ranks = plan_windows(frames, decoder.config), self.parallel.layout.replica
@@ -382,7 +382,8 @@ class Engine:
                     writer.write(resize(frame, width, height) if size else frame, alone)
 
             writer = together.alone(begin)
-            for block in self._frame_blocks(video, together):
+            decoder = self._stage("video_decoder", events)
+            for block in self._frame_blocks(decoder, video, together):
                 together.alone(partial(write, block))
             together.alone(lambda _: stack.close())
         return {}
