@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..magi2_core.errors import RequestError
+from ..magi2_core.files import replacing
 from ..stages.folders import Folders, check_prefix, resolve_inside
 from ..stages.values import DecodedClip
 
@@ -85,12 +85,8 @@ def write_video(clip: DecodedClip, path: Path) -> None:
     from ..magi2_core.codecs import media
 
     if clip.file is not None:
-        part = path.with_name(f".{path.name}.part")  # copied, not moved: a second node may want the clip too
-        try:
+        with replacing(path) as part:  # copied, not moved: a second node may want the clip too
             shutil.copyfile(clip.file, part)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
         return
     if clip.frames is None:
         raise RequestError("This clip has sound alone; there is no picture to write.")

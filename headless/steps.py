@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..magi2_core.errors import RequestError
+from ..magi2_core.sampling.guidance import GuidanceSettings
 from ..magi2_core.sampling.noise import check_seed
 from ..stages.caption import Captioned, make_caption
 from ..stages.checkpoint import check_pictures, check_refiner, load_checkpoint
@@ -51,15 +52,15 @@ class Step:
     where it has such parameters.
 
     outputs: their types; the one that the function returns, if left out. split: the outputs from what it returns.
-    more: fields of a dataclass that it takes as inputs without naming them. choices: what some inputs are chosen from.
-    early: it needs no workers, and runs before all that do. checks: called before workers start, with those inputs that
-    they name, if these are known by then. ends: a run is for nodes of this kind.
+    more: parameters of another function that it takes as inputs without naming them. choices: what some inputs are
+    chosen from. early: it needs no workers, and runs before all that do. checks: called before workers start, with
+    those inputs that they name, if these are known by then. ends: a run is for nodes of this kind.
     """
 
     function: Callable[..., Any]
     outputs: tuple[str, ...] | None = None
     split: Callable[[Any], tuple[Any, ...]] = lambda result: (result,)
-    more: tuple[Field[Any], ...] = ()
+    more: tuple[inspect.Parameter, ...] = ()
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     early: bool = False
     checks: tuple[Callable[..., Any], ...] = ()
@@ -67,10 +68,9 @@ class Step:
 
     def inputs(self) -> dict[str, Input]:
         """The inputs by name."""
-        parameters = inspect.signature(self.function).parameters.values()
+        parameters = (*inspect.signature(self.function).parameters.values(), *self.more)
         named = [each for each in parameters if each.name not in GIVEN and each.kind is not each.VAR_KEYWORD]
-        found = {each.name: Input(_types(each.annotation), each.default) for each in named}
-        return found | {each.name: Input(_types(str(each.type)), each.default) for each in self.more}
+        return {each.name: Input(_types(each.annotation), each.default) for each in named}
 
     def output_types(self) -> tuple[str, ...]:
         """The types of the outputs, in their order."""
@@ -81,6 +81,12 @@ class Step:
 
 def _types(annotation: str) -> frozenset[str]:
     return frozenset(TYPES[part] for part in annotation.split(" | "))
+
+
+def parameters_of(function: Callable[..., Any], names: Collection[str] | None = None) -> tuple[inspect.Parameter, ...]:
+    """Its parameters that may be given by place, or those of them that are named."""
+    found = inspect.signature(function).parameters.values()
+    return tuple(each for each in found if each.kind is not each.KEYWORD_ONLY and (names is None or each.name in names))
 
 
 def save_latent(
@@ -140,9 +146,13 @@ STEPS: dict[str, Step] = {
     "Magi2Caption": Step(make_caption, ("STRING", "STRING"), caption_outputs),
     "Magi2EncodePrompt": Step(encode_prompt, checks=(check_prompt, check_pictures_wanted)),
     "Magi2ImageConditioning": Step(condition_on_picture),
-    "Magi2SamplerOptions": Step(sampler_options, more=OPTION_FIELDS, early=True),
+    "Magi2SamplerOptions": Step(
+        sampler_options, more=parameters_of(GuidanceSettings, [each.name for each in OPTION_FIELDS]), early=True
+    ),
     "Magi2Sampler": Step(sample, checks=(check_seed, clip_size, sampling_settings)),
-    "Magi2Refine": Step(refine, checks=(check_refiner, refiner_settings, check_refiner_seed)),
+    "Magi2Refine": Step(
+        refine, more=parameters_of(refiner_settings), checks=(check_refiner, refiner_settings, check_refiner_seed)
+    ),
     "Magi2Decode": Step(
         decode, ("IMAGE", "AUDIO", "VIDEO", "FLOAT"),
         lambda clip: (clip.frames, clip.waveform, clip, float(clip.fps)),

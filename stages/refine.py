@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -72,42 +73,28 @@ def refine(
     model: Model,
     latent: ClipLatent,
     conditioning: Conditioning,
-    steps: int = 5,
-    video_guidance: float = 2.0,
-    noise_value: int = 220,
-    shift: float = 5.0,
-    width: int = 0,
-    height: int = 0,
-    audio_noise_scale: float = -1.0,
-    audio_guidance: float = 5.0,
-    use_cfg_trick: bool = False,
-    cfg_trick_start_frame: int = 13,
-    cfg_trick_value: float = 2.0,
     refiner_seed: int = CLIPS_OWN,
-    attention: str = "auto",
     *,
     events: Events,
+    **settings: Any,
 ) -> ClipLatent:
     """Refine the latents of a preview: twice the frames less one, 25 a second, at 1920x1088 or 1088x1920.
 
-    The sound stays the preview's. The noise continues the clip's own (50 §9), or that of `refiner_seed`. RequestError
-    before any worker hears of a bad request.
+    The sound stays the preview's. The noise continues the clip's own (50 §9), or that of `refiner_seed`; `settings` are
+    those of `refiner_settings`. RequestError before any worker hears of a bad request.
     """
     video, audio, meta = latent["video"], latent["audio"], latent["meta"]
     if "refined" in meta:
         raise RequestError("This latent has been refined already; connect the one of Magi2Sampler.")
     if not torch.isfinite(video).all() or not torch.isfinite(audio).all():
         raise RequestError("The latent holds NaN or infinite values, so there is nothing to refine.")
-    settings = refiner_settings(
-        steps, video_guidance, noise_value, shift, width, height, audio_noise_scale, audio_guidance, use_cfg_trick,
-        cfg_trick_start_frame, cfg_trick_value, attention, latent_size=(video.shape[3], video.shape[2]),
-    )  # fmt: skip
+    chosen = refiner_settings(**settings, latent_size=(video.shape[3], video.shape[2]))
     seed = meta.get("seed", 0) if refiner_seed == CLIPS_OWN else refiner_seed
     check_seed(seed)
     request = {
         "seed": seed,
         "noise_device": meta.get("noise_device", NOISE_DEVICES[0]),
-        "settings": asdict(settings),
+        "settings": asdict(chosen),
     }
     refined = manager.run(
         model,
@@ -121,5 +108,5 @@ def refine(
         },
         events,
     )
-    meta = {**meta, "width": settings.width, "height": settings.height, "fps": str(REFINED_FPS), "refined": request}
+    meta = {**meta, "width": chosen.width, "height": chosen.height, "fps": str(REFINED_FPS), "refined": request}
     return {"video": refined["video"].contiguous(), "audio": audio, "meta": meta}
