@@ -61,11 +61,11 @@ class PoolManager:
         with self._job_lock:
             self._cancel_idle()
             pool = self._ready(model, events)
-            if self._unused:
-                self._unused = False
-                self.before_job(model)
-            self._set("busy", stage=call)
             try:
+                if self._unused:
+                    self.before_job(model)
+                    self._unused = False
+                self._set("busy", stage=call)
                 return run_on_pool(pool, call, arguments, _Watched(events, self))
             finally:
                 self.runs += 1

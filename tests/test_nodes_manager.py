@@ -176,6 +176,20 @@ def test_the_hooks_of_a_start_and_of_a_first_job_see_the_model(manager: PoolMana
     assert seen == ["start mini", "job mini", "start mini", "job mini"]
 
 
+def test_workers_whose_first_job_was_not_begun_are_stopped_when_idle_too(manager: PoolManager) -> None:
+    def fail(_: Model) -> None:
+        raise MemoryError
+
+    manager.idle_minutes = 0.05 / 60
+    manager.before_job = fail
+    with pytest.raises(MemoryError):
+        run(manager)
+    deadline = time.monotonic() + 5
+    while manager.alive and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not manager.alive
+
+
 def test_a_sentence_of_the_engine_comes_back_as_the_error_it_was(manager: PoolManager, pools: list[FakePool]) -> None:
     run(manager)
 
