@@ -295,8 +295,7 @@ def _convert(options: argparse.Namespace) -> int:
     from ..magi2_core.checkpoint.convert import convert
 
     with TerminalEvents() as events:
-        for written in convert(options.checkpoint, events):
-            _report(options, written)
+        convert(options.checkpoint, events, partial(_report, options))
     return 0
 
 

@@ -91,7 +91,7 @@ async def _upload_inputs(
                 events.log(f"There is no file {value} here to upload; the server must have it.")
                 continue
             form = aiohttp.FormData()
-            form.add_field("image", found.read_bytes(), filename=found.name)
+            form.add_field("image", _read(found), filename=found.name)
             form.add_field("type", "input")
             form.add_field("subfolder", UPLOAD_FOLDER)
             async with session.post(f"{base}/upload/image", data=form) as answer:
@@ -238,6 +238,13 @@ def saved_files(outputs: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{file} cannot be read: {error.strerror or error}.") from error
+
+
 async def _write(chunks: Any, target: Path) -> Path:
     """Write a download and return where it is: under another name if something else has this one.
 
@@ -245,9 +252,12 @@ async def _write(chunks: Any, target: Path) -> Path:
     """
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
-        with part.open("xb") as file:
+        with part.open("xb", buffering=0) as file:
             async for chunk in chunks:
-                file.write(chunk)
+                try:
+                    file.write(chunk)
+                except OSError as error:  # of this disk, not of the server
+                    raise RequestError(f"{target} cannot be written: {error.strerror or error}.") from error
         while not target.exists() or not filecmp.cmp(part, target, shallow=False):
             target = unused(target)
             with contextlib.suppress(FileExistsError):  # another download may have taken the name meanwhile

@@ -194,7 +194,8 @@ def test_a_cancelled_conversion_keeps_what_is_finished(root: Path):
             if self.checks == 2:
                 raise Stopped
 
-    before = files(root)
+    before, told = files(root), []
     with pytest.raises(Stopped):
-        convert(root, StopAtSecond())
+        convert(root, StopAtSecond(), told.append)
     assert files(root) == before | {CONVERTED[0]}
+    assert told == [root / CONVERTED[0]], "the caller knows what is there"

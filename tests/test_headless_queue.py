@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import resource
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 from magi2_native.headless.cli import main
-from magi2_native.headless.queue import _write, queue_workflow
+from magi2_native.headless.queue import _read, _write, queue_workflow
 from magi2_native.magi2_core.errors import RequestError
 from magi2_native.magi2_core.events import Silent
 from magi2_native.tests.comfy_server.client import small_prompt
@@ -285,3 +287,24 @@ def test_two_downloads_of_one_name_keep_both_files(tmp_path: Path) -> None:
     paths = asyncio.run(both())
     assert [path.read_bytes() for path in paths] == [b"first", b"second"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clip-2.mp4", "clip.mp4"]
+
+
+def test_a_disk_that_is_full_is_not_the_servers_fault(tmp_path: Path) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield bytes(1 << 16)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(RequestError, match=r"clip.mp4 cannot be written: File too large"):
+            asyncio.run(_write(chunks(), tmp_path / "clip.mp4"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_that_cannot_be_read_is_not_the_servers_fault(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"gone\.png cannot be read: No such file"):
+        _read(tmp_path / "gone.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -17,8 +18,12 @@ from .problem import BadFileError, Problem
 from .writer import save_tensors
 
 
-def convert(root: Path | str, events: Events = SILENT) -> list[Path]:
+def convert(
+    root: Path | str, events: Events = SILENT, on_file: Callable[[Path], None] = lambda path: None
+) -> list[Path]:
     """Write `vae/Wan2.2_VAE.safetensors` and `turbo_vae/checkpoint.safetensors`; return the files written.
+
+    `on_file` hears of each as soon as it is there.
 
     The originals stay. A file that is already there, and one whose original is not, is skipped. Raises CheckpointError
     for a pickle that is damaged or needs code to be run, and for any of these files that lacks a tensor of its network;
@@ -41,6 +46,7 @@ def convert(root: Path | str, events: Events = SILENT) -> list[Path]:
             with replacing(target) as partial:
                 save_tensors(tensors, partial)
             written.append(target)
+            on_file(target)
         events.progress("convert", done + 1, len(sources))
     return written
 
