@@ -14,16 +14,16 @@ from ..magi2_core.errors import RequestError
 from ..magi2_core.sampling.guidance import GuidanceSettings
 from ..magi2_core.sampling.noise import check_seed
 from ..stages.caption import Captioned, make_caption
-from ..stages.checkpoint import check_pictures, check_refiner, load_checkpoint
+from ..stages.checkpoint import check_refiner, load_checkpoint
 from ..stages.decode import MAKE_FRAMES, PARTS, check_output_size, decode
 from ..stages.enhance import ON_FAILURE, check_variation, enhance_prompt
 from ..stages.folders import Folders, check_prefix
 from ..stages.latent import join_latent, load_latent, split_latent, write_latent
-from ..stages.prompt import check_prompt, condition_on_picture, encode_prompt
+from ..stages.prompt import check_picture_to_come, check_prompt, condition_on_picture, encode_prompt
 from ..stages.refine import check_refiner_seed, refine, refiner_settings
 from ..stages.sample import OPTION_FIELDS, clip_size, sample, sampler_options, sampling_settings
 from ..stages.unload import WHAT, free
-from ..stages.values import ClipLatent, DecodedClip, Model
+from ..stages.values import ClipLatent, DecodedClip
 from .files import new_file, read_image, write_video
 from .workflow import Workflow
 
@@ -129,12 +129,6 @@ def caption_outputs(made: Captioned) -> tuple[str, str]:
     return made.prompt, made.caption
 
 
-def check_pictures_wanted(model: Model, for_picture: bool) -> None:
-    """CheckpointError if the prompt is for a picture and the checkpoint can take none."""
-    if for_picture:
-        check_pictures(model)
-
-
 STEPS: dict[str, Step] = {
     "Magi2LoadCheckpoint": Step(
         load_checkpoint, ("MAGI2_MODEL", "STRING"), lambda model: (model, model.plan.describe()), early=True
@@ -144,7 +138,7 @@ STEPS: dict[str, Step] = {
         choices={"on_failure": ON_FAILURE}, checks=(check_variation,),
     ),
     "Magi2Caption": Step(make_caption, ("STRING", "STRING"), caption_outputs),
-    "Magi2EncodePrompt": Step(encode_prompt, checks=(check_prompt, check_pictures_wanted)),
+    "Magi2EncodePrompt": Step(encode_prompt, checks=(check_prompt, check_picture_to_come)),
     "Magi2ImageConditioning": Step(condition_on_picture),
     "Magi2SamplerOptions": Step(
         sampler_options, more=parameters_of(GuidanceSettings, [each.name for each in OPTION_FIELDS]), early=True

@@ -25,6 +25,12 @@ def check_prompt(prompt: str, negative_prompt: str) -> None:
     check_text(negative_prompt, "negative prompt")
 
 
+def check_picture_to_come(model: Model, for_picture: bool) -> None:
+    """CheckpointError if the prompt is for a picture and the checkpoint can take none."""
+    if for_picture:
+        check_pictures(model)
+
+
 def encode_prompt(
     model: Model, prompt: str, negative_prompt: str, for_picture: bool = False, *, events: Events
 ) -> Conditioning:
@@ -34,8 +40,7 @@ def encode_prompt(
     left to encode for one picture. CheckpointError for a checkpoint that then cannot take the picture.
     """
     check_prompt(prompt, negative_prompt)
-    if for_picture:
-        check_pictures(model)
+    check_picture_to_come(model, for_picture)
     figures = [1] if for_picture else []
     return _encode(model, prompt, negative_prompt, figures, [], events)
 
