@@ -291,7 +291,7 @@ def test_two_downloads_of_one_name_keep_both_files(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_is_not_the_servers_fault(tmp_path: Path) -> None:
     async def chunks() -> AsyncIterator[bytes]:
-        yield bytes(1 << 16)
+        yield b"a chunk smaller than the file's buffer"
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
