@@ -252,11 +252,12 @@ async def _write(chunks: Any, target: Path) -> Path:
     """
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
-        with part.open("xb") as file:
+        with part.open("xb", buffering=0) as file:
             async for chunk in chunks:
+                rest = memoryview(chunk)
                 try:
-                    file.write(chunk)
-                    file.flush()
+                    while rest:
+                        rest = rest[file.write(rest) :]
                 except OSError as error:  # of this disk, not of the server
                     raise RequestError(f"{target} cannot be written: {error.strerror or error}.") from error
         while not target.exists() or not filecmp.cmp(part, target, shallow=False):
