@@ -80,7 +80,7 @@ def test_a_template_runs_from_the_page_and_saves_a_clip(page: Page) -> None:
             set(sampler, "steps", 2);
             options.connect(0, sampler, sampler.inputs.findIndex((input) => input.name === "options"));
             window.magi2Events = [];
-            for (const name of ["progress", "execution_success", "execution_error", "magi2.status"])
+            for (const name of ["progress", "execution_success", "execution_error", "magi2.status", "b_preview"])
                 window.app.api.addEventListener(name, (event) => window.magi2Events.push([name, event.detail]));
         }"""
     )
@@ -91,6 +91,7 @@ def test_a_template_runs_from_the_page_and_saves_a_clip(page: Page) -> None:
     assert not [detail for name, detail in events if name == "execution_error"]
     assert [detail["value"] for name, detail in events if name == "progress" and detail["max"] == 2][-1] == 2
     assert [detail["state"] for name, detail in events if name == "magi2.status"][-1] == "ready"
+    assert "b_preview" in {name for name, _ in events}, "a picture of the latents while they are sampled"
     (clip,) = set((page.server.base / "output" / "video").glob("*.mp4")) - before
     facts = read_back(clip)
     assert (facts.frames, facts.width, facts.height, facts.audio_seconds) == (125, 64, 32, 10.0)
@@ -231,6 +232,15 @@ def test_nodes_speak_chinese(page: Page) -> None:
         page.tab.reload()
         page.wait(READY)
         page.wait("(title) => LiteGraph.createNode('Magi2Sampler')?.title === title", title)
+
+
+def test_the_template_browser_names_the_pack_and_opens_its_templates(page: Page) -> None:
+    page.run("() => window.app.graph.clear()")
+    page.run("() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    page.tab.get_by_text("MAGI-2 Native", exact=True).last.click()
+    page.tab.get_by_text("text_to_clip", exact=True).last.click()
+    nodes = json.loads((PACK / "workflows" / "text_to_clip.json").read_text(encoding="utf-8"))["nodes"]
+    page.wait("(count) => window.app.graph._nodes.length === count", len(nodes))
 
 
 def test_templates_and_thumbnails_are_listed_and_served(page_server: Server) -> None:

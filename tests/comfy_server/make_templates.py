@@ -7,6 +7,7 @@ Needs a ComfyUI checkout and Chromium, as the page tests do. Run it after a node
 
 from __future__ import annotations
 
+import base64
 import json
 import tempfile
 from pathlib import Path
@@ -98,6 +99,16 @@ NOTES = {
         " it as it is. Run again.\n\n"
         "Files: as in *text_to_clip*, in `ComfyUI/models/magi2/MAGI-2-Preview/`."
     ),
+}
+# on the thumbnail: the template browser has a name for each, and no description
+SUMMARIES = {
+    "text_to_clip": "A prompt becomes ten seconds of video and sound",
+    "picture_to_clip": "A picture comes alive as the prompt says",
+    "low_memory": "One network at a time on each device",
+    "preview_to_1080p": "A 540p preview, refined to 1920x1080 at 25 fps",
+    "caption_to_clip": "People, timeline, dialogue and sounds in a form",
+    "caption_examples": "Six example captions to start from",
+    "enhance_to_clip": "One line, and a language model writes the caption",
 }
 CAPTION = {
     "context": "A potter at work, quiet and close",
@@ -239,6 +250,15 @@ async ([nodes, note]) => {
 }
 """
 
+WHOLE_GRAPH = """
+async () => {
+    await window.app.extensionManager.setting.set("Comfy.Minimap.Visible", false);
+    Object.assign(window.app.canvas.ds, { scale: 0.85, offset: [60, 20] });
+    window.app.canvas.draw(true, true);
+}
+"""
+# the part of the page that shows the graph, without bars
+GRAPH = {"x": 64, "y": 84, "width": 1536, "height": 860}
 # what the page writes for itself: view, versions, translations, ids of this session
 DROPPED = ("localized_name", "label", "ds", "frontendVersion", "workflowRendererVersion", "VHS_latentpreview")
 
@@ -283,24 +303,33 @@ def main() -> None:
                 write_json(PACK / "workflows" / f"{name}.json", clean(page.workflow()))
                 write_json(PACK / "workflows" / "api" / f"{name}.json", page.prompt())
                 page.tab.wait_for_timeout(500)
-                page.run("() => window.app.canvas.draw(true, true)")
-                page.tab.screenshot(path=str(base / f"{name}.png"))
-                thumbnail(base / f"{name}.png", PACK / "workflows" / f"{name}.jpg")
+                page.run(WHOLE_GRAPH)
+                page.tab.wait_for_timeout(500)
+                graph = page.tab.screenshot(clip=GRAPH)
+                thumbnail(page.tab.context.browser, name, graph, PACK / "workflows" / f"{name}.jpg")
 
 
 def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def thumbnail(source: Path, target: Path) -> None:
-    """A square JPEG of 512 px from the middle of a screenshot."""
-    from PIL import Image
-
-    with Image.open(source) as picture:
-        side = min(picture.size)
-        left = (picture.width - side) // 2
-        square = picture.convert("RGB").crop((left, 0, left + side, side)).resize((512, 512))
-    square.save(target, quality=85)
+def thumbnail(browser: Any, name: str, graph: bytes, target: Path) -> None:
+    """A card of 512 x 512 pixels: what the template makes, above a picture of its graph."""
+    title = name.replace("_", " ").capitalize()
+    card = browser.new_page(viewport={"width": 512, "height": 512})
+    card.set_content(
+        f"""<style>
+        body {{ margin: 0; height: 512px; background: linear-gradient(150deg, #3b2a63, #14323f); color: white;
+               font-family: sans-serif; display: flex; flex-direction: column; justify-content: space-between; }}
+        h1 {{ font-size: 50px; margin: 26px 32px 0; }}
+        p {{ font-size: 29px; line-height: 1.25; margin: 0 32px; opacity: 0.85; }}
+        img {{ width: 512px; }}
+        </style>
+        <h1>{title}</h1><p>{SUMMARIES[name]}</p>
+        <img src="data:image/png;base64,{base64.b64encode(graph).decode()}">"""
+    )
+    card.screenshot(path=str(target), type="jpeg", quality=85)
+    card.close()
 
 
 def _example_picture(path: Path) -> None:

@@ -21,7 +21,7 @@ QUIET = {
     "Comfy.Canvas.MouseWheelScroll": "zoom",
 }
 # answers that every page gets without anything being wrong; a newer page asks the older server for its list of jobs
-EXPECTED_404 = ("/api/jobs", "user.css", "userdata", "/docs/", "favicon", "subgraphs")
+EXPECTED_404 = ("/api/jobs", "user.css", "userdata", "/docs/", "favicon", "subgraphs", "index_logo")
 
 
 def chromium() -> str | None:
