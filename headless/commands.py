@@ -18,13 +18,22 @@ from tqdm import tqdm
 from ..distributed.layout import LayoutError
 from ..distributed.pool import PoolError
 from ..magi2_core.checkpoint.miniature import MiniatureSize, write_miniature
+from ..magi2_core.codecs.media import DEFAULT_CRF
 from ..magi2_core.conditioning.negative import default_negative_prompt
 from ..magi2_core.errors import Magi2Error, RequestError
+from ..magi2_core.memory.plan import DTYPES, RESIDENCIES, make_plan
+from ..magi2_core.refiner.stage import RefinerSettings
 from ..magi2_core.refiner.window_attention import BACKENDS
+from ..magi2_core.sampling.denoise import SamplingSettings
+from ..magi2_core.sampling.geometry import ORIENTATIONS, TIERS
 from ..magi2_core.sampling.guidance import HELP, GuidanceSettings
+from ..magi2_core.sampling.noise import NOISE_DEVICES
 from .arguments import devices, folder, name_pictures, path, read_prompt, size
 from .cli import INTERRUPTED
 from .terminal import JsonEvents, TerminalEvents, write_json
+
+DEFAULTS = SamplingSettings()
+REFINER_DEFAULTS = RefinerSettings()
 
 
 class _Terminated(KeyboardInterrupt):
@@ -111,18 +120,19 @@ def _add_generate(commands: Any) -> None:
         help="how the model is given ten pictures or more. string: sorted by name as the reference does, <Figure 10>"
              " before <Figure 1>; number: by number")
     add("--output", type=path, required=True, help="the mp4 file to write")
-    add("--resolution", default="540p", choices=["272p", "540p", "1080p"],
+    add("--resolution", default="540p", choices=TIERS,
         help="272p: 448x256. 540p: 896x512. 1080p: a 540p preview, refined")
-    add("--orientation", default="landscape", choices=["landscape", "portrait"],
+    add("--orientation", default=ORIENTATIONS[0], choices=ORIENTATIONS,
         help="a picture's shape does not change it")
     add("--seed", type=int, default=42, help="the same seed and settings give the same clip")
-    add("--steps", type=int, default=100, help="denoising steps; the time grows with them")
-    add("--shift", type=float, default=7.0, help="how much of the schedule is spent at high noise")
-    add("--noise-device", default="cpu", choices=["cpu", "cuda"],
+    add("--steps", type=int, default=DEFAULTS.steps, help="denoising steps; the time grows with them")
+    add("--shift", type=float, default=DEFAULTS.shift, help="how much of the schedule is spent at high noise")
+    add("--noise-device", default=NOISE_DEVICES[0], choices=NOISE_DEVICES,
         help="cpu: the same noise on every machine; cuda: the reference's, which depends on the GPU model")
-    add("--refiner-steps", type=int, default=5, help="steps of the second stage, which 1080p takes")
+    add("--refiner-steps", type=int, default=REFINER_DEFAULTS.steps,
+        help="steps of the second stage, which 1080p takes")
     add("--output-size", type=size, help="rescale the finished frames, such as 1920x1080")
-    add("--crf", type=int, default=10, help="H.264 quality, 0 best to 51 worst")
+    add("--crf", type=int, default=DEFAULT_CRF, help="H.264 quality, 0 best to 51 worst")
     guidance = command.add_argument_group("guidance")
     for field in fields(GuidanceSettings):
         name = f"--{field.name.replace('_', '-')}"
@@ -137,23 +147,20 @@ def _add_generate(commands: Any) -> None:
     machine.add_argument("--launch", metavar="SOCKET",
                          help="use the workers that torchrun started, on this host or several, see docs/multi-node.md")
     machine.add_argument("--layout", default="auto", help="how the model divides over workers, such as sp4 or tp2sp2")
-    machine.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"],
+    machine.add_argument("--dtype", default=DTYPES[0], choices=DTYPES,
                          help="of the weights; float32 takes twice the memory")
-    machine.add_argument("--residency", default="auto", choices=["auto", "keep", "swap"],
+    machine.add_argument("--residency", default=RESIDENCIES[0], choices=RESIDENCIES,
                          help="swap: one network on a device at a time")
     machine.add_argument("--start-anyway", action="store_true", help="start though the plan does not fit into memory")
-    machine.add_argument("--refiner-residual", default="float32", choices=["float32", "bfloat16"],
+    machine.add_argument("--refiner-residual", default="float32", choices=DTYPES,
                          help="bfloat16 saves memory in the second stage and loses some precision")
-    machine.add_argument("--refiner-attention", default="auto", choices=BACKENDS,
+    machine.add_argument("--refiner-attention", default=REFINER_DEFAULTS.attention, choices=BACKENDS,
                          help="how the second stage computes the windows of its attention; all give the same picture."
                          " auto is right nearly always; flex is torch's compiled kernel, on GPUs alone")
     add("--json", action="store_true", help="progress and result as JSON lines on stdout")
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from ..magi2_core.memory.plan import make_plan
-    from ..magi2_core.refiner.stage import RefinerSettings
-    from ..magi2_core.sampling.denoise import SamplingSettings
     from ..stages.session import launched_places
     from .generate import ClipRequest, generate
     from .session import open_session
@@ -268,7 +275,7 @@ def _add_inspect(commands: Any) -> None:
     command.set_defaults(run=_inspect)
     command.add_argument("checkpoint", type=path)
     command.add_argument("--json", action="store_true", help="the report as JSON on stdout")
-    command.add_argument("--plan", choices=["272p", "540p", "1080p"],
+    command.add_argument("--plan", choices=TIERS,
                          help="also show the memory that a resolution takes on 1, 2, 4 and 8 devices")
 
 

@@ -8,7 +8,7 @@ from ..magi2_core.errors import check_choice
 from ..magi2_core.sampling.geometry import ORIENTATIONS
 from ..magi2_core.sampling.guidance import HELP
 from ..magi2_core.sampling.schedule import MOST_STEPS
-from ..stages.sample import RESOLUTIONS, sample
+from ..stages.sample import DEFAULTS, RESOLUTIONS, sample
 from ..stages.values import Conditioning, Model, SamplerOptions
 from .checks import first_sentence, sentence_of
 from .comfy import ConditioningType, LatentType, ModelType, OptionsType, io, schema
@@ -56,14 +56,14 @@ class Magi2Sampler(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "steps",
-                    default=100,
+                    default=DEFAULTS.steps,
                     min=1,
                     max=MOST_STEPS,
                     tooltip="Denoising steps. The time grows with them; 100 is the released setting.",
                 ),
                 io.Float.Input(
                     "video_guidance",
-                    default=5.0,
+                    default=DEFAULTS.guidance.video_txt_guidance_scale,
                     min=-100.0,
                     max=100.0,
                     step=0.01,
@@ -71,7 +71,7 @@ class Magi2Sampler(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "audio_guidance",
-                    default=7.0,
+                    default=DEFAULTS.guidance.audio_txt_guidance_scale,
                     min=-100.0,
                     max=100.0,
                     step=0.01,
@@ -79,7 +79,7 @@ class Magi2Sampler(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "shift",
-                    default=7.0,
+                    default=DEFAULTS.shift,
                     min=0.01,
                     max=100.0,
                     step=0.01,

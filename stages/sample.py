@@ -22,6 +22,7 @@ from ..magi2_core.sampling.noise import NOISE_DEVICES, check_seed
 from .manager import manager
 from .values import ClipLatent, Conditioning, Model, SamplerOptions
 
+DEFAULTS = SamplingSettings()
 # The refiner's tier is not offered here: what it refines is made at 540p (20 §1.1).
 RESOLUTIONS = tuple(name for name, each in TIERS.items() if each.refined is None)
 OPTION_FIELDS = tuple(
@@ -33,7 +34,7 @@ LARGEST_SIDE = 2048
 
 
 def sampler_options(
-    width: int = 0, height: int = 0, noise_device: str = "cpu", **guidance: Any
+    width: int = 0, height: int = 0, noise_device: str = NOISE_DEVICES[0], **guidance: Any
 ) -> SamplerOptions:
     """The settings that are seldom touched; `guidance` takes the fields of GuidanceSettings. RequestError if bad."""
     check_choice("noise_device", noise_device, NOISE_DEVICES)
@@ -71,13 +72,13 @@ def sampling_settings(
 def sample(
     model: Model,
     conditioning: Conditioning,
-    resolution: str = "540p",
-    orientation: str = "landscape",
+    resolution: str = RESOLUTIONS[-1],
+    orientation: str = ORIENTATIONS[0],
     seed: int = 42,
-    steps: int = 100,
-    video_guidance: float = 5.0,
-    audio_guidance: float = 7.0,
-    shift: float = 7.0,
+    steps: int = DEFAULTS.steps,
+    video_guidance: float = DEFAULTS.guidance.video_txt_guidance_scale,
+    audio_guidance: float = DEFAULTS.guidance.audio_txt_guidance_scale,
+    shift: float = DEFAULTS.shift,
     options: SamplerOptions | None = None,
     *,
     events: Events,
