@@ -29,7 +29,9 @@ class Magi2SamplerOptions(io.ComfyNode):
             node_id="Magi2SamplerOptions",
             display_name="MAGI-2 Sampler Options",
             category="MAGI-2",
-            description="Own sizes, the noise device, and variants of the guidance. All of them are off as shipped.",
+            description=(
+                "Own sizes, the noise device, and variants of the guidance. The defaults are the released settings."
+            ),
             inputs=[
                 io.Int.Input(
                     "width",
