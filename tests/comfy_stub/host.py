@@ -71,8 +71,6 @@ class FolderPaths(ModuleType):
 class ModelManagement(ModuleType):
     """`comfy.model_management`: the interrupt flag and the list of loaded models."""
 
-    OOM_EXCEPTION = torch.cuda.OutOfMemoryError
-
     def __init__(self, interrupt_base: type[BaseException]) -> None:
         super().__init__("comfy.model_management")
         self.InterruptProcessingException = type("InterruptProcessingException", (interrupt_base,), {})
@@ -82,9 +80,6 @@ class ModelManagement(ModuleType):
 
     def interrupt_current_processing(self, value: bool = True) -> None:
         self.interrupted = value
-
-    def processing_interrupted(self) -> bool:
-        return self.interrupted
 
     def throw_exception_if_processing_interrupted(self) -> None:
         if self.interrupted:
@@ -199,8 +194,5 @@ def make_progress_bar(management: ModelManagement, server: PromptServerStub) -> 
             management.throw_exception_if_processing_interrupted()
             self.total = total or self.total
             server.progress.append((value, self.total, preview))
-
-        def update(self, value: int) -> None:
-            raise NotImplementedError
 
     return ProgressBar

@@ -26,10 +26,6 @@ class Input:
         self.tooltip, self.lazy = tooltip, lazy
         self.extra: dict[str, Any] = dict(extra_dict or {})
 
-    def options(self) -> dict[str, Any]:
-        shown = {"display_name": self.display_name, "tooltip": self.tooltip, "lazy": self.lazy, **self.extra}
-        return {key: value for key, value in shown.items() if value is not None}
-
 
 class Output:
     io_type = "*"
@@ -151,10 +147,6 @@ class NodeOutput:
     def __init__(self, *args: Any, ui: Any = None, expand: Any = None, block_execution: str | None = None) -> None:
         self.args, self.ui, self.expand, self.block_execution = args, ui, expand, block_execution
 
-    @property
-    def result(self) -> Any:
-        return self.args or None
-
 
 class _Locked(type):
     """0.3.64 runs nodes on a clone of the class that refuses assignments."""
@@ -214,9 +206,6 @@ def _hidden_of(schema: Schema) -> list[Hidden]:
 
 
 class ComfyExtension:
-    async def on_load(self) -> None:
-        """Never called by 0.3.64."""
-
     async def get_node_list(self) -> list[type[ComfyNode]]:
         raise NotImplementedError
 
