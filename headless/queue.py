@@ -19,7 +19,7 @@ from .workflow import Workflow, title
 
 # inputs that name a file: a local file of that name is uploaded first
 FILE_INPUTS = {("LoadImage", "image"), ("LoadAudio", "audio"), ("LoadVideo", "file"), ("Magi2LoadLatent", "latent")}
-UPLOAD_FOLDER = "magi2"
+UPLOAD_FOLDER = "magi2_uploads"  # not the name of the latents' folder: one in the output folder would be loaded
 
 
 def queue_workflow(

@@ -198,9 +198,9 @@ def test_local_files_are_uploaded_and_renamed_in_the_workflow(comfy: Comfy, tmp_
     workflow = small_prompt("picture_to_clip")
     (tmp_path / "example.png").write_bytes(b"a picture")
     queue_workflow(workflow, comfy.url, tmp_path / "out", Silent(), files_near=tmp_path)
-    assert ("/upload/image", ("example.png", b"a picture", "magi2")) in comfy.seen
+    assert ("/upload/image", ("example.png", b"a picture", "magi2_uploads")) in comfy.seen
     (image,) = (node for node in comfy.submitted.values() if node["class_type"] == "LoadImage")
-    assert image["inputs"]["image"] == "magi2/renamed.png"
+    assert image["inputs"]["image"] == "magi2_uploads/renamed.png"
 
 
 @pytest.mark.parametrize("status", [400, 200])
