@@ -107,7 +107,9 @@ class Magi2LoadCheckpoint(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, checkpoint: str, **others: Any) -> Any:
+    def fingerprint_inputs(cls, checkpoint: str | None = None, **others: Any) -> Any:
+        if checkpoint is None:  # linked: the node that gives it is part of the key
+            return None
         try:
             return checkpoint_identity(resolve_checkpoint(checkpoint, folders()))
         except RequestError:

@@ -35,7 +35,9 @@ class Magi2LoadLatent(io.ComfyNode):
         return sentence_of(lambda name: resolve_latent(name, folders()), latent)
 
     @classmethod
-    def fingerprint_inputs(cls, latent: str) -> Any:
+    def fingerprint_inputs(cls, latent: str | None = None) -> Any:
+        if latent is None:  # linked: the node that gives it is part of the key
+            return None
         try:
             status = resolve_latent(latent, folders()).stat()
         except (RequestError, OSError):

@@ -45,8 +45,9 @@ class Magi2UnloadWorkers(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, what: str, **others: Any) -> Any:
-        # there is something to unload again when the workers have run since the last time
-        return what, manager.runs
+        # With a linked `after` the nodes before it say whether there was a run. A count in the key would never repeat,
+        # because the nodes after it run, too.
+        return None if "after" in others else manager.runs
 
     @classmethod
     def execute(cls, what: str, after: Any = None) -> Any:
