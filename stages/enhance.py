@@ -83,7 +83,8 @@ def enhance_identity(prompt: str | None, variation: int | None, folders: Folders
     except (RequestError, OSError):
         endpoint, changed = None, []
     where = [] if endpoint is None else [endpoint.host, endpoint.model]
-    tries = _passed_on[prompt or "", variation or 0]
+    # a linked input (None) may be any
+    tries = sum(n for (p, v), n in _passed_on.items() if prompt in (None, p) and variation in (None, v))
     return f"{hashlib.sha256(' '.join([*where, *changed]).encode()).hexdigest()[:16]} {tries}"
 
 

@@ -52,8 +52,8 @@ def write_latent(latent: ClipLatent, path: Path, extra: dict[str, Any] | None = 
     """
     from safetensors.torch import save
 
-    header = {"format": FORMAT, "meta": json.dumps(latent["meta"])}
-    header |= {key: json.dumps(value) for key, value in (extra or {}).items()}
+    header = {key: json.dumps(value) for key, value in (extra or {}).items()}
+    header |= {"format": FORMAT, "meta": json.dumps(latent["meta"])}
     tensors = {"video": latent["video"], "audio": latent["audio"]}
     content = save({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, header)
     with replacing(path) as partial:

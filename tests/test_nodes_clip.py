@@ -145,6 +145,12 @@ def test_a_latent_is_saved_and_loaded_unchanged_with_what_made_it(graph: Graph, 
     assert back["meta"] == latent["meta"]
 
 
+def test_what_other_packs_keep_with_the_workflow_leaves_the_latent_readable(graph: Graph, tmp_path: Path) -> None:
+    latent, path = graph.latent(), tmp_path / "x.safetensors"
+    graph.stub.module("stages.latent").write_latent(latent, path, {"format": "theirs", "meta": "theirs", "prompt": {}})
+    assert graph.stub.module("stages.latent").read_latent(path)["meta"] == latent["meta"]
+
+
 def test_saving_never_leaves_the_output_folder_nor_half_a_file(graph: Graph, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="outside the output folder"):
         graph.run("Magi2SaveLatent", magi2_latent=graph.latent(), filename_prefix="../../evil")
@@ -217,3 +223,11 @@ def test_unloading_runs_again_only_after_workers_ran_again(graph: Graph) -> None
     assert fingerprint(what="workers") == before
     graph.conditioning("another")
     assert fingerprint(what="workers") != before
+
+
+def test_unloading_after_a_linked_result_runs_again_only_with_that_result(graph: Graph) -> None:
+    """A number that each run raises would keep ComfyUI from finding anything after this node in its cache."""
+    fingerprint = graph.nodes["Magi2UnloadWorkers"].fingerprint_inputs
+    before = fingerprint(what="workers", after=None)
+    graph.conditioning()
+    assert fingerprint(what="workers", after=None) == before

@@ -223,9 +223,10 @@ def test_a_failure_is_one_sentence_or_the_prompt_as_it_was(graph: Graph, step: S
 def test_a_prompt_that_was_used_as_it_is_is_tried_again(graph: Graph) -> None:
     with CaptionServer(refused(403, "quota"), GOOD) as server:
         set_up(graph, server)
-        before, other = fingerprint(graph), fingerprint(graph, "a boat")
+        before, other, linked = fingerprint(graph), fingerprint(graph, "a boat"), fingerprint(graph, None)
         enhance(graph, on_failure="original")
         assert fingerprint(graph) != before, "or ComfyUI would keep the outcome"
+        assert fingerprint(graph, None) != linked, "a linked prompt is not known yet"
         assert fingerprint(graph, "a boat") == other
         after = fingerprint(graph)
         assert json.loads(enhance(graph, on_failure="original").args[1]) == T2V
