@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..magi2_core.errors import check_choice
 from ..stages.caption import FORMS, check_caption, make_caption
 from .checks import first_sentence, sentence_of
 from .comfy import ModelType, advanced, io, missing_output, schema, show_text, ui
+
+FOLDED = partial(advanced, io.String.Input)
 
 
 class Magi2Caption(io.ComfyNode):
@@ -47,19 +51,19 @@ class Magi2Caption(io.ComfyNode):
                 _line("ambience", "What is heard beside speech: places, things, weather, music or none.",
                       "the wheel hums, wet clay, no music"),
                 _line("style", "The look: photograph, film, drawing ...", "natural documentary photograph"),
-                advanced(_line, "mood", "The mood of the clip.", "calm"),
-                advanced(_line, "colors", "The colours that lead.", "clay, grey and warm white"),
-                advanced(_line, "camera", "How the camera is used throughout.", "static medium close-up at eye level"),
-                advanced(_line, "light", "The light.", "soft window light from the left"),
-                advanced(_line, "setting", "The place behind everything.", "a small pottery with shelves of pots"),
-                advanced(
-                    _text,
+                _line("mood", "The mood of the clip.", "calm", FOLDED),
+                _line("colors", "The colours that lead.", "clay, grey and warm white", FOLDED),
+                _line("camera", "How the camera is used throughout.", "static medium close-up at eye level", FOLDED),
+                _line("light", "The light.", "soft window light from the left", FOLDED),
+                _line("setting", "The place behind everything.", "a small pottery with shelves of pots", FOLDED),
+                _text(
                     "objects",
                     "Things that matter, one a line: description | shape and colour | position.",
                     "a potter's wheel | round, grey | centre",
+                    FOLDED,
                 ),
-                advanced(_line, "aspect_ratio", "Shape of the picture, for the caption alone; 16:9 if left empty.",
-                         "16:9"),
+                _line("aspect_ratio", "Shape of the picture, for the caption alone; 16:9 if left empty.", "16:9",
+                      FOLDED),
                 io.Combo.Input(
                     "form",
                     options=list(FORMS),
@@ -115,12 +119,12 @@ class Magi2Caption(io.ComfyNode):
         timeline: str | None = None,
         dialogue: str | None = None,
         form: str | None = None,
-        edited_caption: str | None = None,
+        edited_caption: str | None = "",
     ) -> bool | str:
-        lines = {"subjects": subjects, "timeline": timeline, "dialogue": dialogue}
+        lines = {"subjects": subjects or "", "timeline": timeline or "", "dialogue": dialogue or ""}
         return first_sentence(
             sentence_of(lambda value: check_choice("form", value, FORMS), form),
-            sentence_of(lambda: check_caption(edited_caption or "", **{k: v or "" for k, v in lines.items()})),
+            sentence_of(lambda text: check_caption(text, **lines), edited_caption),
         )
 
     @classmethod
@@ -133,13 +137,12 @@ class Magi2Caption(io.ComfyNode):
         return io.NodeOutput(*outputs, ui={**ui.PreviewText(text).as_dict(), "caption": (made.caption,)})
 
 
-def _line(name: str, tooltip: str, example: str, **options: Any) -> Any:
-    return io.String.Input(name, default="", optional=True, placeholder=example, tooltip=tooltip, **options)
+def _line(name: str, tooltip: str, example: str, make: Callable[..., Any] = io.String.Input) -> Any:
+    return make(name, default="", optional=True, placeholder=example, tooltip=tooltip)
 
 
-def _text(name: str, tooltip: str, example: str, **options: Any) -> Any:
+def _text(name: str, tooltip: str, example: str, make: Callable[..., Any] = io.String.Input) -> Any:
     # 30 §12: dynamic prompts would rewrite {a|b} and strip //, which destroys captions
-    return io.String.Input(
-        name, default="", optional=True, multiline=True, dynamic_prompts=False, placeholder=example, tooltip=tooltip,
-        **options,
+    return make(
+        name, default="", optional=True, multiline=True, dynamic_prompts=False, placeholder=example, tooltip=tooltip
     )  # fmt: skip

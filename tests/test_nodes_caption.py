@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,20 @@ def test_fields_become_a_caption_of_all_parts(graph: Graph) -> None:
     assert [[line["text"] for line in each["audio"]["dialogue_lines"]] for each in segments] == [
         ["Miaow."], ["Slowly now."]
     ]  # fmt: skip
+
+
+def test_a_newer_page_folds_the_details_away(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = graph.stub.module("nodes.caption")
+    folded = []
+
+    def newer_input(name: str, *, advanced: bool = False, **options: Any) -> Any:
+        folded.append((name, advanced))
+        return module.io.String.Input(name, **options)
+
+    monkeypatch.setattr(module, "FOLDED", partial(module.advanced, newer_input))
+    module.Magi2Caption.define_schema()
+    names = ("mood", "colors", "camera", "light", "setting", "objects", "aspect_ratio")
+    assert folded == [(name, True) for name in names]
 
 
 def test_the_two_forms_are_what_enhancement_gives_and_what_typed_json_gives(graph: Graph) -> None:
@@ -286,6 +301,7 @@ def test_mistakes_in_lines_are_found_before_anything_runs(graph: Graph, inputs: 
     assert isinstance(check(**inputs), str)
     # subject 9 may come over a link
     assert check(timeline="0-4 a", dialogue="<subject 9>: hi", edited_caption="{}") is True
+    assert check(dialogue="no speaker here", edited_caption=None) is True, "a linked one takes the fields' place"
     assert check() is True
 
 
