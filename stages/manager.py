@@ -58,7 +58,9 @@ class PoolManager:
         What `events` raise stops the job on every rank and passes through untouched; a worker's failure raises
         the pool's error. In both cases the next call finds a pool that works.
         """
-        with self._job_lock:
+        while not self._job_lock.acquire(timeout=0.1):  # the panel may be starting workers
+            events.check()
+        try:
             self._cancel_idle()
             pool = self._ready(model, events)
             try:
@@ -71,6 +73,8 @@ class PoolManager:
                 self.runs += 1
                 self._set("ready" if pool.alive else "stopped")
                 self._await_idle()
+        finally:
+            self._job_lock.release()
 
     def start(self, patience_s: float = -1) -> None:
         """Start workers again for the model that ran last; RequestError if none ever ran or a job is running."""

@@ -87,6 +87,28 @@ def test_status_answers_and_stop_is_refused_while_a_job_runs(manager: PoolManage
     assert manager.stop(1)
 
 
+def test_cancel_is_heard_while_the_panel_starts_workers(manager: PoolManager, pools: list[FakePool]) -> None:
+    class Cancelled(Silent):
+        def check(self) -> None:
+            raise KeyboardInterrupt
+
+    starting, finish = threading.Event(), threading.Event()
+    run(manager)
+    manager.stop()
+    manager.before_start = lambda model: (starting.set(), finish.wait(10))
+    panel = threading.Thread(target=manager.start)
+    panel.start()
+    try:
+        assert starting.wait(5)
+        with pytest.raises(KeyboardInterrupt):
+            manager.run(MODEL, "encode_text", dict(REQUEST), Cancelled())
+        assert not finish.is_set()
+    finally:
+        finish.set()
+        panel.join(10)
+    run(manager)
+
+
 def test_jobs_from_several_threads_run_one_after_the_other(manager: PoolManager, pools: list[FakePool]) -> None:
     active: list[int] = []
 
