@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 ExpertDivision = Literal["banks", "padded"]
 Axis = Literal["tp", "sp", "cfg", "replica"]
+MOST_RANKS = 1024  # beyond any layout of the model: a larger number is a slip
 
 
 class LayoutError(ValueError):

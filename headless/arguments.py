@@ -7,11 +7,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..distributed.layout import MOST_RANKS
 from ..magi2_core.conditioning.markers import figure_number, marker, parse_pictures, picture_order
 from ..magi2_core.errors import RequestError
 from ..magi2_core.files import expand
 
-MOST_WORKERS = 1024  # beyond any layout of the model
 logger = logging.getLogger("magi2")
 
 
@@ -78,8 +78,8 @@ def devices(names: str | None, workers: int | None) -> list[str] | None:
     listed = [name.strip() for name in names.split(",") if name.strip()] if names is not None else None
     if workers is None:
         return listed
-    if not 1 <= workers <= MOST_WORKERS:
-        raise RequestError(f"The number of workers is {workers}; it must be 1 to {MOST_WORKERS}.")
+    if not 1 <= workers <= MOST_RANKS:
+        raise RequestError(f"The number of workers is {workers}; it must be 1 to {MOST_RANKS}.")
     if listed is None:
         import torch
 

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from ..distributed.layout import MOST_RANKS
 from ..magi2_core.checkpoint.inspect import require
 from ..magi2_core.errors import RequestError
 from ..magi2_core.memory.plan import make_plan
@@ -61,7 +62,12 @@ def parse_devices(text: str) -> list[str] | None:
     """
     if text.strip().lower() in ("", "auto"):
         fixed = os.environ.get(DEVICES_VARIABLE, "").strip()
-        return parse_devices(fixed) if fixed.lower() not in ("", "auto") else None
+        if fixed.lower() in ("", "auto"):
+            return None
+        try:
+            return parse_devices(fixed)
+        except RequestError as error:
+            raise RequestError(f"The environment variable {DEVICES_VARIABLE} cannot be used. {error}") from error
     devices: list[str] = []
     for item in text.split(","):
         match = re.fullmatch(r"(?:(?:(\d+)\s*x\s*)?(cpu)|(?:cuda:)?(\d+)|(cuda))", item.strip().lower())
@@ -71,6 +77,8 @@ def parse_devices(text: str) -> list[str] | None:
                 " (or cuda:0,cuda:1), cpu, or 2xcpu for two workers on the CPU."
             )
         count, cpu, number, _ = match.groups()
+        if len(devices) + int(count or 1) > MOST_RANKS:
+            raise RequestError(f"The device list {text!r} asks for more than {MOST_RANKS} workers.")
         devices += ["cpu"] * int(count or 1) if cpu else [f"cuda:{int(number)}" if number else "cuda"]
     if not devices:
         raise RequestError(f"The device list {text!r} asks for no device.")

@@ -46,6 +46,8 @@ def test_the_loader_says_what_is_wrong_before_anything_runs(graph: Graph, tmp_pa
     assert "Found there" in check(checkpoint="../magi2/mini")
     assert "is not a device" in check(devices="gpu one")
     assert "is not a device" in check(devices="-1")
+    assert "more than 1024 workers" in check(devices="9999999999xcpu")
+    assert "more than 1024 workers" in check(devices="1000xcpu,25xcpu")
     assert "sp4" in check(layout="diagonal")
     assert "bfloat16, float32" in check(dtype="int4")
 
@@ -60,6 +62,9 @@ def test_auto_takes_the_devices_that_the_server_sets(graph: Graph, monkeypatch: 
     assert len(graph.model(devices="auto", layout="sp3").plan.ranks) == 3
     monkeypatch.setenv("MAGI2_DEVICES", "auto")
     assert len(graph.model(devices="auto").plan.ranks) == 1
+    monkeypatch.setenv("MAGI2_DEVICES", "gpu0")
+    with pytest.raises(ValueError, match=r"variable MAGI2_DEVICES cannot be used\. 'gpu0' in"):
+        graph.model(devices="auto")
 
 
 def test_a_plan_that_does_not_fit_is_refused_unless_the_user_insists(
@@ -80,6 +85,11 @@ def test_a_replaced_weight_file_changes_the_fingerprint_and_the_model(graph: Gra
     assert fingerprint(checkpoint="mini", devices="auto") != before
     assert graph.model() != model
     assert fingerprint(checkpoint="gone") == "gone", "a fingerprint never raises"
+
+
+@pytest.mark.parametrize(("node", "name"), [("Magi2LoadCheckpoint", "checkpoint"), ("Magi2LoadLatent", "latent")])
+def test_a_linked_name_leaves_the_cache_to_the_node_that_gives_it(graph: Graph, node: str, name: str) -> None:
+    assert graph.nodes[node].fingerprint_inputs(**{name: None}) is None
 
 
 # ---- prompt and picture
