@@ -14,8 +14,9 @@ from .comfy import model_management
 logger = logging.getLogger("magi2")
 
 GIVE_UP = ("never", "when asked", "always")
-# Reported instead of the true size, which no request under pressure can reach: so ComfyUI always says how much it
-# wants before it detaches, and an explicit unload (1e30 bytes) is told apart from pressure.
+# Reported instead of the true size, which no request under pressure can reach: so ComfyUI says how much it wants before
+# it detaches, and an explicit unload (1e30 bytes) is told apart from pressure. With --disable-smart-memory it detaches
+# every model at once and never asks.
 LISTED_BYTES = 1 << 60
 
 

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from ..distributed.pool import PoolError
 from ..magi2_core.errors import Magi2Error, RequestError
+from ..magi2_core.files import parse_json
 from ..stages.manager import PoolManager
 from .comfy import server_folders, workflows_left
 from .memory import GIVE_UP, MemoryBridge
@@ -54,12 +55,12 @@ def register_routes(server: Any, manager: PoolManager, bridge: MemoryBridge) -> 
 
 
 async def _body(request: Any) -> dict[str, Any]:
-    raw = await request.content.read(MAX_BODY + 1)
-    if len(raw) > MAX_BODY:
-        raise ValueError(f"The request is larger than {MAX_BODY} bytes.")
-    import json
-
-    body = json.loads(raw or b"{}")
+    raw = b""
+    async for piece in request.content.iter_any():
+        raw += piece
+        if len(raw) > MAX_BODY:
+            raise ValueError(f"The request is larger than {MAX_BODY} bytes.")
+    body = parse_json(raw or b"{}")
     if not isinstance(body, dict):
         raise ValueError("The request must be a JSON object.")
     return body

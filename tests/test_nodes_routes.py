@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ class Request:
     def __init__(self, headers: dict[str, str], body: bytes) -> None:
         self.headers, self.content, self._body = headers, self, body
 
-    async def read(self, most: int) -> bytes:
-        return self._body[:most]
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for begin in range(0, len(self._body), 100):
+            yield self._body[begin : begin + 100]
 
 
 @pytest.fixture
@@ -100,8 +101,10 @@ def test_a_start_that_fails_tells_why(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{"give_up": "sometimes"}, {"idle_minutes": -1}, {"idle_minutes": "5"}, {"idle_minutes": True}, [1], b"{x"]
-)
+    "body",
+    [{"give_up": "sometimes"}, {"idle_minutes": -1}, {"idle_minutes": "5"}, {"idle_minutes": True}, [1], b"{x",
+     b"[" * 4000],
+)  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(graph: Graph, body: Any) -> None:
     before = ask(graph, "GET", "/magi2/status")[1]["settings"]
     assert ask(graph, "POST", "/magi2/settings", body=body)[0] == 409

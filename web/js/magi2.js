@@ -7,15 +7,14 @@ import { texts } from "./texts.mjs";
 const DEFAULTS = { give_up: "when asked", idle_minutes: 0 };
 const IDS = { give_up: "Magi2.GiveUpMemory", idle_minutes: "Magi2.IdleMinutes" };
 
+// The answer, or {} after a message to the user; never throws.
 async function post(path, body = {}) {
-  const answer = await api.fetchApi(path, {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-  });
-  const content = await answer.json().catch(() => ({}));
-  if (!answer.ok) {
-    const detail = content.error ?? `${path}: ${answer.status}`;
+  const headers = { "Content-Type": "application/json" };
+  const request = { method: "POST", headers, body: JSON.stringify(body) };
+  const answer = await api.fetchApi(path, request).catch(() => null);
+  const content = (await answer?.json().catch(() => null)) ?? {};
+  if (!answer?.ok) {
+    const detail = content.error ?? (answer ? `${path}: ${answer.status}` : texts(app).noServer);
     app.extensionManager?.toast?.add({ severity: "warn", summary: "MAGI-2", detail, life: 8000 });
   }
   return content;
