@@ -20,7 +20,7 @@ from magi2_native.tests.comfy_server.client import (
     submit,
     wait,
 )
-from magi2_native.tests.comfy_server.page import Page, chromium, newer_page, open_page
+from magi2_native.tests.comfy_server.page import PAGES, Page, need_browser, open_page, server_of
 from magi2_native.tests.comfy_server.server import PACK, Server
 
 KEY = "sk-Secret_Key-93847561"
@@ -121,33 +121,14 @@ def test_cancel_while_the_language_model_thinks_is_no_error(comfy: Server, set_u
 # ---- in the page, as a new user does it
 
 
-@pytest.fixture(params=["installed", "newer"])
+@pytest.fixture(params=PAGES)
 def page(request: pytest.FixtureRequest, comfy: Server, start_comfy: Callable[..., Server]) -> Iterator[Page]:
-    pytest.importorskip("playwright", reason="the page tests need playwright and Chromium")
-    if chromium() is None:
-        pytest.skip("the page tests need Chromium (set CHROMIUM)")
-    if request.param == "newer" and newer_page() is None:
-        pytest.skip("no newer page (set COMFYUI_NEW_PAGE to an unpacked comfyui-frontend-package)")
-    server = comfy if request.param == "installed" else start_comfy(page=newer_page())
-    with open_page(server) as page:
+    need_browser()
+    with open_page(server_of(request.param, comfy, start_comfy)) as page:
         yield page
         assert page.problems == []
 
 
-SHRINK = """() => {
-    const graph = window.app.graph;
-    const options = LiteGraph.createNode("Magi2SamplerOptions");
-    graph.add(options);
-    const set = (node, name, value) => { node.widgets.find((each) => each.name === name).value = value; };
-    set(options, "width", 64);
-    set(options, "height", 32);
-    const sampler = graph._nodes.find((node) => node.type === "Magi2Sampler");
-    set(sampler, "steps", 2);
-    options.connect(0, sampler, sampler.inputs.findIndex((input) => input.name === "options"));
-    window.magi2Ends = [];
-    for (const name of ["execution_success", "execution_error", "execution_interrupted"])
-        window.app.api.addEventListener(name, (event) => window.magi2Ends.push([name, event.detail]));
-}"""
 WIDGET = """([type, name]) => {
     const node = window.app.graph._nodes.find((each) => each.type === type);
     return node.widgets.find((each) => each.name === name)?.value ?? null;
@@ -167,8 +148,8 @@ PRESS = """([type, name]) => {
 def press_run(page: Page, times: int) -> None:
     """Queue the page's graph, and wait for the end of this run, the `times`-th."""
     page.run("() => { window.app.queuePrompt(0, 1); }")
-    page.wait("(times) => window.magi2Ends.length === times", times, seconds=120)
-    name, detail = page.run("() => window.magi2Ends.at(-1)")
+    page.wait("(times) => window.magi2Heard.length === times", times, seconds=120)
+    name, detail = page.run("() => window.magi2Heard.at(-1)")
     assert name == "execution_success", detail
 
 
@@ -181,7 +162,8 @@ def test_a_line_becomes_a_caption_that_is_edited_in_the_node_and_runs(page: Page
         set_up(server, captions)
         page.drop_workflow("enhance_to_clip.json", text)
         page.wait("(count) => window.app.graph._nodes.length === count", len(json.loads(text)["nodes"]))
-        page.run(SHRINK)
+        page.shrink()
+        page.listen("execution_success", "execution_error", "execution_interrupted")
         line = f"{{red|blue}} (boats:1.2) in a storm // seen in {page.tab.url}"
         page.run(TYPE_INTO, ["Magi2EnhancePrompt", "prompt", line])
         press_run(page, 1)

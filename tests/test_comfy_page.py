@@ -7,25 +7,19 @@ from typing import Any
 
 import pytest
 from magi2_native.magi2_core.codecs.media import read_back
-from magi2_native.tests.comfy_server.page import READY, Page, chromium, newer_page, open_page
+from magi2_native.tests.comfy_server.page import PAGES, READY, Page, need_browser, open_page, server_of
 from magi2_native.tests.comfy_server.server import PACK, PACK_FOLDER, Server
 
-pytest.importorskip("playwright", reason="the page tests need playwright and Chromium")
-if chromium() is None:
-    pytest.skip("the page tests need Chromium (set CHROMIUM)", allow_module_level=True)
+need_browser()
 
 SCRIPTS = sorted(path.relative_to(PACK / "web").as_posix() for path in (PACK / "web").rglob("*.*js"))
 TEMPLATES = sorted(path.stem for path in (PACK / "workflows").glob("*.json"))
 
 
-@pytest.fixture(scope="module", params=["installed", "newer"])
+@pytest.fixture(scope="module", params=PAGES)
 def page_server(request: pytest.FixtureRequest, comfy: Server, start_comfy: Callable[..., Server]) -> Server:
     """A server for each version of the page."""
-    if request.param == "installed":
-        return comfy
-    if newer_page() is None:
-        pytest.skip("no newer page (set COMFYUI_NEW_PAGE to an unpacked comfyui-frontend-package)")
-    return start_comfy(page=newer_page())
+    return server_of(request.param, comfy, start_comfy)
 
 
 @pytest.fixture(scope="module")
@@ -67,27 +61,12 @@ def test_a_dropped_template_becomes_the_prompt_of_its_api_twin(page: Page, templ
 
 def test_a_template_runs_from_the_page_and_saves_a_clip(page: Page) -> None:
     drop(page, "text_to_clip")
-    # only the size and the number of steps are changed, for a model on a CPU
-    page.run(
-        """() => {
-            const graph = window.app.graph;
-            const options = LiteGraph.createNode("Magi2SamplerOptions");
-            graph.add(options);
-            const set = (node, name, value) => { node.widgets.find((each) => each.name === name).value = value; };
-            set(options, "width", 64);
-            set(options, "height", 32);
-            const sampler = graph._nodes.find((node) => node.type === "Magi2Sampler");
-            set(sampler, "steps", 2);
-            options.connect(0, sampler, sampler.inputs.findIndex((input) => input.name === "options"));
-            window.magi2Events = [];
-            for (const name of ["progress", "execution_success", "execution_error", "magi2.status", "b_preview"])
-                window.app.api.addEventListener(name, (event) => window.magi2Events.push([name, event.detail]));
-        }"""
-    )
+    page.shrink()
+    page.listen("progress", "execution_success", "execution_error", "magi2.status", "b_preview")
     before = set((page.server.base / "output" / "video").glob("*.mp4"))
     page.run("() => window.app.queuePrompt(0, 1)")
-    page.wait("() => window.magi2Events.some(([name]) => name.startsWith('execution_'))", seconds=200)
-    events = page.run("() => window.magi2Events")
+    page.wait("() => window.magi2Heard.some(([name]) => name.startsWith('execution_'))", seconds=200)
+    events = page.run("() => window.magi2Heard")
     assert not [detail for name, detail in events if name == "execution_error"]
     assert [detail["value"] for name, detail in events if name == "progress" and detail["max"] == 2][-1] == 2
     assert [detail["state"] for name, detail in events if name == "magi2.status"][-1] == "ready"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from magi2_native.magi2_core.codecs.media import read_back
 from magi2_native.tests.comfy_server.client import Prompt, files, latent_bytes, node_of, run, small_prompt
-from magi2_native.tests.comfy_server.page import Page, chromium, open_page
+from magi2_native.tests.comfy_server.page import Page, need_browser, open_page
 from magi2_native.tests.comfy_server.server import Server
 
 
@@ -64,9 +64,7 @@ def test_a_delivered_size_and_changed_refiner_options_leave_the_preview_alone(co
 
 @pytest.fixture
 def page(comfy: Server) -> Iterator[Page]:
-    pytest.importorskip("playwright", reason="the page tests need playwright and Chromium")
-    if chromium() is None:
-        pytest.skip("the page tests need Chromium (set CHROMIUM)")
+    need_browser()
     with open_page(comfy) as page:
         yield page
 
@@ -75,17 +73,10 @@ def test_a_node_that_wants_the_frames_shows_why_there_are_none(page: Page) -> No
     prompt = large()
     prompt[node_of(prompt, "SaveVideo")]["inputs"]["filename_prefix"] = "video/seen"
     prompt["look"] = {"class_type": "PreviewImage", "inputs": {"images": [node_of(prompt, "Magi2Decode"), 0]}}
-    page.run(
-        """async (prompt) => {
-            window.magi2Seen = [];
-            for (const name of ["execution_success", "execution_error"])
-                window.app.api.addEventListener(name, (event) => window.magi2Seen.push([name, event.detail]));
-            await window.app.api.queuePrompt(0, { output: prompt, workflow: {} });
-        }""",
-        prompt,
-    )
-    page.wait("() => window.magi2Seen.some(([name]) => name === 'execution_success')", seconds=200)
-    (said,) = page.run("() => window.magi2Seen.filter(([name]) => name === 'execution_error').map((e) => e[1])")
+    page.listen("execution_success", "execution_error")
+    page.run("async (prompt) => { await window.app.api.queuePrompt(0, { output: prompt, workflow: {} }); }", prompt)
+    page.wait("() => window.magi2Heard.some(([name]) => name === 'execution_success')", seconds=200)
+    (said,) = page.run("() => window.magi2Heard.filter(([name]) => name === 'execution_error').map((e) => e[1])")
     assert said["node_id"] == "look"
     assert "249 frames of 128x64 went straight to the video" in said["exception_message"]
     assert "set make_frames to always" in said["exception_message"]

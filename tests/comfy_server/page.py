@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from .server import Server
 
@@ -22,6 +24,18 @@ QUIET = {
 }
 # answers that every page gets without anything being wrong; a newer page asks the older server for its list of jobs
 EXPECTED_404 = ("/api/jobs", "user.css", "userdata", "/docs/", "favicon", "subgraphs", "index_logo")
+PAGES = ("installed", "newer")
+SHRINK = """() => {
+    const graph = window.app.graph;
+    const options = LiteGraph.createNode("Magi2SamplerOptions");
+    graph.add(options);
+    const set = (node, name, value) => { node.widgets.find((each) => each.name === name).value = value; };
+    set(options, "width", 64);
+    set(options, "height", 32);
+    const sampler = graph._nodes.find((node) => node.type === "Magi2Sampler");
+    set(sampler, "steps", 2);
+    options.connect(0, sampler, sampler.inputs.findIndex((input) => input.name === "options"));
+}"""
 
 
 def chromium() -> str | None:
@@ -33,6 +47,22 @@ def newer_page() -> Path | None:
     """An unpacked newer front-end package: COMFYUI_NEW_PAGE, else ~/frontend-1.58.1."""
     folder = Path(os.environ.get("COMFYUI_NEW_PAGE") or Path.home() / "frontend-1.58.1") / "comfyui_frontend_package"
     return folder if (folder / "static").is_dir() else None
+
+
+def need_browser() -> None:
+    """Skip the test, or the module that is being imported, where there is no browser."""
+    pytest.importorskip("playwright", reason="the page tests need playwright and Chromium")
+    if chromium() is None:
+        pytest.skip("the page tests need Chromium (set CHROMIUM)", allow_module_level=True)
+
+
+def server_of(page: str, comfy: Server, start_comfy: Callable[..., Server]) -> Server:
+    """The server of one of PAGES: the shared one, or one of its own for the newer page. Skips if there is none."""
+    if page == "installed":
+        return comfy
+    if (newer := newer_page()) is None:
+        pytest.skip("no newer page (set COMFYUI_NEW_PAGE to the folder of an unpacked comfyui-frontend-package)")
+    return start_comfy(page=newer)
 
 
 @dataclass
@@ -61,6 +91,21 @@ class Page:
                 canvas.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
             }""",
             [name, text],
+        )
+
+    def shrink(self) -> None:
+        """Make the template on the canvas small enough for a miniature on a CPU: 64x32 pixels, two steps."""
+        self.run(SHRINK)
+
+    def listen(self, *names: str) -> None:
+        """Collect the server's messages of these names from now on, as [name, what it says], in window.magi2Heard."""
+        self.run(
+            """(names) => {
+                const heard = window.magi2Heard = [];
+                for (const name of names)
+                    window.app.api.addEventListener(name, (event) => heard.push([name, event.detail]));
+            }""",
+            names,
         )
 
     def prompt(self) -> dict[str, Any]:
