@@ -44,9 +44,13 @@ def chromium() -> str | None:
 
 
 def newer_page() -> Path | None:
-    """An unpacked newer front-end package: COMFYUI_NEW_PAGE, else ~/frontend-1.58.1."""
-    folder = Path(os.environ.get("COMFYUI_NEW_PAGE") or Path.home() / "frontend-1.58.1") / "comfyui_frontend_package"
-    return folder if (folder / "static").is_dir() else None
+    """The unpacked newer front-end package that COMFYUI_NEW_PAGE names, None if it is not set."""
+    if not (named := os.environ.get("COMFYUI_NEW_PAGE")):
+        return None
+    folder = Path(named) / "comfyui_frontend_package"
+    if (folder / "static").is_dir():
+        return folder
+    raise FileNotFoundError(f"COMFYUI_NEW_PAGE is {named!r}, but there is no comfyui_frontend_package/static in it.")
 
 
 def need_browser() -> None:
