@@ -21,6 +21,7 @@ from magi2_native.tests.comfy_server.client import (
     wait_for_stage,
 )
 from magi2_native.tests.comfy_server.server import PACK, PACK_FOLDER, Server
+from safetensors.torch import load_file
 
 TEMPLATES = sorted(path.stem for path in (PACK / "workflows").glob("*.json"))
 
@@ -49,7 +50,6 @@ def test_the_pack_loads_without_complaint_and_offers_all_its_nodes(comfy: Server
     assert float(lines[0].split("seconds")[0]) <= 1.0
     offered = set(comfy.get("/object_info"))
     documented = {path.stem for path in (PACK / "web" / "docs").glob("Magi2*.md")}
-    assert documented <= offered
     assert {name for name in offered if name.startswith("Magi2")} == documented
 
 
@@ -212,8 +212,7 @@ def test_free_ends_the_workers_and_the_next_run_is_right(
     assert latent_bytes(comfy, run(comfy, small_prompt(seed=77))) == undisturbed
 
 
-def test_the_core_vae_nodes_take_the_split_latent(comfy: Server) -> None:
-    """Split and join round the core's LATENT, with a core node between them."""
+def test_a_core_node_takes_the_split_latent_and_the_joined_one_makes_a_clip(comfy: Server) -> None:
     prompt = small_prompt(seed=77)
     sampler = node_of(prompt, "Magi2Sampler")
     prompt["split"] = {"class_type": "Magi2SplitLatent", "inputs": {"magi2_latent": [sampler, 0]}}
@@ -221,8 +220,9 @@ def test_the_core_vae_nodes_take_the_split_latent(comfy: Server) -> None:
     prompt["join"] = {"class_type": "Magi2JoinLatent", "inputs": {"latent": ["split", 0], "sound_from": [sampler, 0]}}
     decode = node_of(prompt, "Magi2Decode")
     prompt[decode]["inputs"]["latent"] = ["join", 0]
-    finished = run(comfy, prompt)
-    check_clip(read_back(files(comfy, finished)[node_of(prompt, "SaveVideo")]), *clip_of(prompt))
+    found = files(comfy, run(comfy, prompt))
+    assert load_file(found["core"])["latent_tensor"].shape == (1, 48, 32, 2, 4)
+    check_clip(read_back(found[node_of(prompt, "SaveVideo")]), *clip_of(prompt))
 
 
 def test_a_saved_latent_loads_and_decodes_to_the_same_clip(comfy: Server) -> None:
