@@ -82,7 +82,6 @@ def test_the_panel_shows_the_workers_and_stops_them(page: Page) -> None:
     if not panel.count():
         page.tab.locator(".magi2-tab-button").first.click()
     panel.wait_for(timeout=10_000)
-    page.run("async () => { await window.app.api.fetchApi('/magi2/status'); }")
     shown = "(text) => document.querySelector('[data-testid=\"magi2-panel\"]').textContent.includes(text)"
     page.wait(shown, "MAGI-2-Preview")
     text = panel.inner_text()
