@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 from magi2_native.magi2_core.codecs.media import read_back
-from magi2_native.tests.comfy_server.client import Prompt, files, latent_bytes, node_of, run, small_prompt
+from magi2_native.tests.comfy_server.client import (
+    Prompt,
+    cancel,
+    files,
+    latent_bytes,
+    node_of,
+    run,
+    small_prompt,
+    submit,
+    wait_for_stage,
+)
 from magi2_native.tests.comfy_server.page import Page, need_browser, open_page
 from magi2_native.tests.comfy_server.server import Server
 
@@ -57,6 +67,20 @@ def test_a_delivered_size_and_changed_refiner_options_leave_the_preview_alone(co
     facts = read_back(files(comfy, second)[node_of(prompt, "SaveVideo")])
     assert (facts.frames, facts.width, facts.height) == (249, 96, 54)
     assert latent_bytes(comfy, first) == latent_bytes(comfy, run(comfy, large()))
+
+
+@pytest.mark.parametrize("stage", ["refine", "decode_video"])
+def test_cancel_in_the_second_stage_is_no_error_and_the_next_run_makes_the_clip(comfy: Server, stage: str) -> None:
+    prompt = large(output_width=448, output_height=256)
+    prompt[node_of(prompt, "Magi2Sampler")]["inputs"]["seed"] = len(stage)  # nothing is cached
+    prompt[node_of(prompt, "Magi2Refine")]["inputs"]["steps"] = 50 if stage == "refine" else 1
+    prompt_id = submit(comfy, prompt)
+    wait_for_stage(comfy, prompt_id, stage)
+    assert cancel(comfy, prompt_id) < 5
+    assert not list((comfy.base / "temp").glob(".magi2-*")), "no unfinished file"
+    prompt[node_of(prompt, "Magi2Refine")]["inputs"]["steps"] = 1
+    facts = read_back(files(comfy, run(comfy, prompt))[node_of(prompt, "SaveVideo")])
+    assert (facts.frames, facts.width, facts.height, facts.samples) == (249, 448, 256, 441_000)
 
 
 # ---- in the page

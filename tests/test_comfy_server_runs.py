@@ -10,6 +10,7 @@ import pytest
 from magi2_native.magi2_core.checkpoint.miniature import MiniatureSize, write_miniature
 from magi2_native.magi2_core.codecs.media import MediaFacts, read_back
 from magi2_native.tests.comfy_server.client import (
+    cancel,
     clip_of,
     files,
     latent_bytes,
@@ -140,16 +141,6 @@ def test_cancel_stops_in_two_seconds_without_an_error_and_the_next_run_is_right(
     # decoding is asked between windows, and one window of this size takes seconds on a busy CPU
     assert took < (20 if phase == "decode_video" else 5), f"{took:.1f} s"
     assert latent_bytes(comfy, run(comfy, small_prompt(seed=77))) == undisturbed
-
-
-def cancel(server: Server, prompt_id: str) -> float:
-    """Interrupt a prompt, which must end without an error; the seconds until it has ended."""
-    pressed = time.monotonic()
-    server.request("/interrupt", {})
-    finished = wait(server, prompt_id)
-    assert finished.interrupted, finished.error or finished.status
-    assert "execution_error" not in finished.messages
-    return time.monotonic() - pressed
 
 
 def test_cancel_while_weights_are_loaded_stops_at_once_and_the_next_run_is_right(

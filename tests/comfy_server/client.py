@@ -117,6 +117,16 @@ def run(server: Server, prompt: Prompt) -> Run:
     return finished
 
 
+def cancel(server: Server, prompt_id: str) -> float:
+    """Interrupt a prompt, which must end without an error; the seconds until it has ended."""
+    pressed = time.monotonic()
+    server.request("/interrupt", {})
+    finished = wait(server, prompt_id)
+    assert finished.interrupted, finished.error or finished.status
+    assert "execution_error" not in finished.messages
+    return time.monotonic() - pressed
+
+
 def wait_for_stage(server: Server, prompt_id: str, stage: str, seconds: float = 120) -> None:
     """Wait until the workers are in a stage of a prompt: 'starting', or a stage's name with a unit of it done."""
     deadline = time.monotonic() + seconds
