@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, count
@@ -35,9 +36,12 @@ def new_file(prefix: str, suffix: str, output: Path) -> Iterator[Path]:
 
     Until the block ends a hidden file beside it keeps other runs with the same folder from taking that name.
     """
-    relative = check_prefix(prefix)
+    relative = check_prefix(_dated(prefix))
     folder = output / relative.parent
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"The folder {folder} cannot be made: {error.strerror or error}.") from error
     pattern = re.compile(re.escape(relative.name) + r"_(\d+)_")
     numbers = [int(match.group(1)) for file in folder.iterdir() if (match := pattern.match(file.name))]
     for number in count(max(numbers, default=0) + 1):
@@ -53,6 +57,13 @@ def new_file(prefix: str, suffix: str, output: Path) -> Iterator[Path]:
                 return
         finally:
             claim.unlink(missing_ok=True)
+
+
+def _dated(prefix: str) -> str:
+    """%year%, %month%, %day%, %hour%, %minute% and %second% as ComfyUI replaces them."""
+    formats = {"year": "%Y", "month": "%m", "day": "%d", "hour": "%H", "minute": "%M", "second": "%S"}
+    now = time.localtime()
+    return re.sub(f"%({'|'.join(formats)})%", lambda match: time.strftime(formats[match[1]], now), prefix)
 
 
 @contextmanager
@@ -88,7 +99,6 @@ def write_video(clip: DecodedClip, path: Path) -> None:
         with replacing(path) as part:  # copied, not moved: a second node may want the clip too
             shutil.copyfile(clip.file, part)
         return
-    if clip.frames is None:
-        raise RequestError("This clip has sound alone; there is no picture to write.")
+    assert clip.frames is not None, "only a clip with a picture is a VIDEO"
     sound = None if clip.waveform is None else media.Sound(clip.waveform, clip.sample_rate)
     media.write_video(path, [clip.frames], clip.fps, sound)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from ..magi2_core.errors import RequestError, check_choice
+from ..magi2_core.errors import Magi2Error, RequestError, check_choice
 from ..magi2_core.events import Events
 from ..stages.folders import Folders
 from ..stages.manager import manager
@@ -90,10 +91,24 @@ def _check_link(what: str, slot: Input, link: list[Any], workflow: Workflow) -> 
     outputs = STEPS[workflow[source]["class_type"]].output_types()
     if not 0 <= number < len(outputs):
         raise RequestError(f"{what} is linked to output {number} of {_name(source, workflow)}, which it has not.")
-    if not slot.types & {"*", outputs[number]} and outputs[number] != "*":
+    given = _type_given(link, workflow)
+    if not slot.types & {"*", given} and given != "*":
         raise RequestError(
-            f"{what} takes {_words(slot.types)}, but output {number} of {_name(source, workflow)} is {outputs[number]}."
+            f"{what} takes {_words(slot.types)}, but output {number} of {_name(source, workflow)} is {given}."
         )
+
+
+def _type_given(link: list[Any], workflow: Workflow) -> str:
+    """The type of the output that a link names; of one that passes an input on, the type of that input."""
+    for _ in range(LONGEST_CHAIN):
+        node = workflow.get(link[0], {"class_type": "", "inputs": {}})
+        outputs = STEPS[node["class_type"]].output_types() if node["class_type"] in STEPS else ()
+        given = outputs[link[1]] if 0 <= link[1] < len(outputs) else "*"
+        passed_on = [value for value in node["inputs"].values() if is_link(value)]
+        if given != "*" or not passed_on:
+            return given
+        link = passed_on[0]
+    return "*"
 
 
 def _check_constant(what: str, slot: Input, value: Any) -> None:
@@ -148,11 +163,24 @@ def run_workflow(
         _prepare(ends, run)
         with output_folder(folders.output) as temp:
             run.folders = replace(folders, temp=temp)
-            for node_id in ends:
-                _execute(node_id, run)
+            for number, node_id in enumerate(ends):
+                try:
+                    _execute(node_id, run)
+                except Exception:  # a dead worker, too; but not Ctrl-C
+                    _save_what_is_there(ends[number + 1 :], run)
+                    raise
     finally:
         manager.stop()
     return written
+
+
+def _save_what_is_there(ends: list[str], run: _Run) -> None:
+    """After a failure: what was computed for other nodes is not lost with it."""
+    for node_id in ends:
+        links = {value[0] for value in run.workflow[node_id]["inputs"].values() if is_link(value)}
+        if links <= run.results.keys():
+            with suppress(Magi2Error):  # the first failure is what the user hears of
+                _execute(node_id, run)
 
 
 def _prepare(ends: list[str], run: _Run) -> None:

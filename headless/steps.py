@@ -149,7 +149,7 @@ STEPS: dict[str, Step] = {
     ),
     "Magi2Decode": Step(
         decode, ("IMAGE", "AUDIO", "VIDEO", "FLOAT"),
-        lambda clip: (clip.frames, clip.waveform, clip, float(clip.fps)),
+        lambda clip: (clip.frames, clip.waveform, clip if clip.count else None, float(clip.fps)),
         choices={"parts": PARTS, "make_frames": MAKE_FRAMES}, checks=(check_output_size,),
     ),
     "Magi2SplitLatent": Step(split_latent),

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,11 @@ def bridge(name: str, **inputs: Any) -> dict[str, Any]:
         (lambda w: w["5"]["inputs"].update(video=["4", 0]), r"takes VIDEO, but output 0 of Magi2Decode \(node 4\) is"),
         (lambda w: w["5"]["inputs"].update(filename_prefix="../../evil"), "names no file below the output folder"),
         (lambda w: w["5"]["inputs"].update(filename_prefix="/tmp/evil"), "names no file below the output folder"),
+        (lambda w: w["5"]["inputs"].update(filename_prefix="a" * 300), "longer than 200 bytes"),
         (lambda w: w["1"]["inputs"].update(checkpoint="none"), "Found there: MAGI-2-Preview"),
+        (lambda w: w["1"]["inputs"].update(checkpoint="a" * 300), "Found there: MAGI-2-Preview"),
+        (lambda w: (w.update(u={"class_type": "Magi2UnloadWorkers", "inputs": {"after": ["2", 0]}}),
+                    w["4"]["inputs"].update(latent=["u", 0])), "output 0 of Magi2UnloadWorkers .* MAGI2_CONDITIONING"),
     ],
 )
 def test_broken_workflows_are_refused_in_a_sentence(
@@ -126,7 +132,7 @@ def test_broken_workflows_are_refused_in_a_sentence(
         ("text_to_clip", "Magi2SamplerOptions", {"width": 30}, "30x"),
         ("text_to_clip", "Magi2Decode", {"output_width": 64}, "64x0; give both sides"),
         ("text_to_clip", "SaveVideo", {"filename_prefix": ""}, "names no file below"),
-        ("text_to_clip", "Magi2SaveLatent", {"filename_prefix": "a\0b"}, "names no file below"),
+        ("text_to_clip", "Magi2SaveLatent", {"filename_prefix": "a\0b"}, "that no file's name can have"),
         ("picture_to_clip", "LoadImage", {"image": "gone.png"}, "no picture 'gone.png'"),
         ("preview_to_1080p", "Magi2Refine", {"noise_value": 1000}, "1000"),
         ("preview_to_1080p", "Magi2Refine", {"width": 100}, "100x64"),
@@ -175,6 +181,34 @@ def test_an_output_that_was_not_made_is_missed_by_name(folders: Folders, pools: 
         run_workflow(workflow, folders, Silent())
 
 
+def test_a_save_that_fails_costs_no_other_result(folders: Folders, pools: list[FakePool]) -> None:
+    workflow = small_prompt()
+    workflow["4"]["inputs"]["parts"] = "sound only"
+    assert list(workflow).index("5") < list(workflow).index("latent")
+    written: list[Path] = []
+    with pytest.raises(RequestError, match=r"video of SaveVideo \(node 5\) .* was not made this time"):
+        run_workflow(workflow, folders, Silent(), written.append)
+    assert [path.suffix for path in written] == [".safetensors"]
+
+
+def test_a_result_that_was_computed_before_workers_died_is_saved(folders: Folders, pools: list[FakePool]) -> None:
+    workflow = small_prompt()
+
+    class Killing(Silent):
+        def progress(self, stage: str, *_: Any) -> None:
+            pools[0].die = stage == "sample"
+
+    with pytest.raises(pool_module.PoolError, match="SIGKILL"):
+        run_workflow(workflow, folders, Killing())
+    assert len(list(folders.output.rglob("*.safetensors"))) == 1
+
+
+def test_a_folder_that_is_named_for_the_checkpoints_and_is_one_itself_is_explained(folders: Folders) -> None:
+    itself = replace(folders, checkpoints=(folders.checkpoints[0] / "MAGI-2-Preview",))
+    with pytest.raises(RequestError, match="MAGI-2-Preview is a checkpoint itself; name the folder around it"):
+        run_workflow(small_prompt(), itself, Silent())
+
+
 def test_an_output_folder_that_cannot_be_written_is_refused_before_workers_start(
     folders: Folders, pools: list[FakePool]
 ) -> None:
@@ -203,6 +237,18 @@ def test_two_runs_into_one_folder_keep_both_clips(tmp_path: Path) -> None:
         assert third.name == "clip_00003_.mp4"
     assert sorted(tmp_path.rglob("*.mp4")) == [first, second]
     assert len(list((tmp_path / "video").iterdir())) == 2, "what kept the names is gone"
+
+
+def test_a_prefix_has_the_date_as_in_comfyui(tmp_path: Path) -> None:
+    with new_file("%year%/%month%-%day%/a%seed%", ".mp4", tmp_path) as path:
+        assert path.parent == tmp_path / time.strftime("%Y/%m-%d")
+        assert path.name.startswith("a%seed%_")
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    with pytest.raises(RequestError, match=r"folder .*/x/deep cannot be made"), new_file("x/deep/y", ".mp4", tmp_path):
+        pass
 
 
 def test_workers_end_also_when_the_run_fails(folders: Folders, pools: list[FakePool]) -> None:
