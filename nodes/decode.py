@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ..magi2_core.errors import check_choice
@@ -31,6 +32,8 @@ from .comfy import (
     video_file,
 )
 from .progress import NodeEvents
+
+_files: set[Path] = set()  # the temporary files of this server's clips
 
 
 class Magi2Decode(io.ComfyNode):
@@ -111,6 +114,11 @@ class Magi2Decode(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> int:
+        """Changes when a clip that was decoded into a temporary file is gone: ComfyUI would go on handing it out."""
+        return sum(not file.exists() for file in _files)
+
+    @classmethod
     def execute(
         cls,
         model: Model,
@@ -136,6 +144,7 @@ class Magi2Decode(io.ComfyNode):
             text = describe_clip(clip)
             show_text(text, cls.hidden.unique_id)
             frames, movie = missing_output(text), video_file(clip.file)
+            _files.add(clip.file)
         return io.NodeOutput(
             frames,
             missing_output() if sound is None else sound,

@@ -88,7 +88,7 @@ def describe_clip(clip: DecodedClip) -> str:
     gigabytes = image_bytes(*clip.size, clip.count) / 1e9
     return (
         f"{clip.count} frames of {clip.size[0]}x{clip.size[1]} went straight to the video. As frames they would take"
-        f" {gigabytes:.1f} GB of memory; set make_frames to always if you need them."
+        f" {gigabytes:.2g} GB of memory; set make_frames to always if you need them."
     )
 
 

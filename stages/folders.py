@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from ..magi2_core.errors import RequestError
+
+LONGEST_NAME = 200  # bytes; file systems take 255, and a number, the suffix and a temporary name's ending come to it
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,15 @@ def resolve_checkpoint(name: str, folders: Folders) -> Path:
 
     Raises RequestError that names the folders searched and what was found there.
     """
-    relative = name.strip().replace("\\", "/")
+    relative = _relative(name, "checkpoint")
     for root in folders.checkpoints:
         path = Path(relative) if Path(relative).is_absolute() else root / relative
-        if relative and _inside(path, root) and path.is_dir():
+        if relative and _inside(path, root) and os.path.isdir(path):  # not Path.is_dir: False for too long a name
             return path
     found = ", ".join(find_checkpoints(folders)) or "none"
     searched = " and ".join(str(root) for root in folders.checkpoints)
+    if found == ".":
+        raise RequestError(f"{searched} is a checkpoint itself; name the folder around it, and it as the checkpoint.")
     raise RequestError(
         f"There is no checkpoint {name!r} in {searched}. Found there: {found}. Choose one of these, or put the MAGI-2"
         " Preview files into a folder of that name (the one that holds preview/, text_encoder/, turbo_vae/, ...)."
@@ -74,10 +79,10 @@ def checkpoint_name(path: Path, folders: Folders) -> str:
 
 def resolve_inside(name: str, roots: Sequence[Path], what: str) -> Path:
     """The existing file `name` below one of `roots`; RequestError if it is not there or leaves them (80 line 20)."""
-    relative = name.strip().replace("\\", "/")
+    relative = _relative(name, what)
     for root in roots:
         path = root / relative
-        if relative and _inside(path, root) and path.is_file():
+        if relative and _inside(path, root) and os.path.isfile(path):
             return path
     searched = " or ".join(str(root) for root in roots)
     raise RequestError(f"There is no {what} {name!r} in {searched}.")
@@ -87,9 +92,19 @@ def check_prefix(filename_prefix: str) -> Path:
     """The start of a file's name below the output folder; RequestError for one that leaves it (80 line 20)."""
     relative = Path(filename_prefix.strip().replace("\\", "/"))
     inside = not relative.is_absolute() and ".." not in relative.parts and relative.name
-    if not inside or not filename_prefix.isprintable():
+    if not inside:
         raise RequestError(f"The file name prefix {filename_prefix!r} names no file below the output folder.")
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in filename_prefix):
+        raise RequestError(f"The file name prefix {filename_prefix!r} has characters that no file's name can have.")
+    if max(len(os.fsencode(part)) for part in relative.parts) > LONGEST_NAME:
+        raise RequestError(f"The file name prefix {filename_prefix!r} is longer than {LONGEST_NAME} bytes.")
     return relative
+
+
+def _relative(name: str, what: str) -> str:
+    if not isinstance(name, str):  # ComfyUI passes on what a prompt's JSON has
+        raise RequestError(f"The name of the {what} is {name!r}; it must be text.")
+    return name.strip().replace("\\", "/")
 
 
 def _inside(path: Path, root: Path) -> bool:

@@ -46,6 +46,15 @@ def test_decoding_gives_frames_sound_and_a_video_with_the_exact_rate(graph: Grap
     assert fps == 12.5
 
 
+def test_a_clip_whose_temporary_file_is_gone_is_decoded_again(graph: Graph) -> None:
+    fingerprint = graph.nodes["Magi2Decode"].fingerprint_inputs
+    before = fingerprint(model=None, latent=None)
+    *_, movie, _ = graph.run("Magi2Decode", model=graph.model(), latent=graph.latent(), make_frames="never")
+    assert fingerprint(model=None, latent=None) == before
+    Path(movie.get_stream_source()).unlink()
+    assert fingerprint(model=None, latent=None) != before
+
+
 def clip_with_sound(graph: Graph) -> Any:
     return graph.run("Magi2Decode", model=graph.model(), latent=graph.latent())[2]
 
@@ -158,12 +167,16 @@ def test_saving_never_leaves_the_output_folder_nor_half_a_file(graph: Graph, tmp
     assert [path.name for path in (tmp_path / "output" / "deep").iterdir()] == ["name_00001_.safetensors"]
 
 
-@pytest.mark.parametrize("prefix", ["../../evil", "..\\evil", "/etc/x", "", " ", "a/../b", "a\nb", "a\0", "\ud800"])
+@pytest.mark.parametrize(
+    "prefix", ["../../evil", "..\\evil", "/etc/x", "", " ", "a/../b", "a\nb", "a\0", "\ud800", "中" * 67]
+)
 def test_a_name_that_cannot_be_saved_under_is_refused_before_anything_runs(graph: Graph, prefix: str) -> None:
     assert "file name prefix" in str(graph.nodes["Magi2SaveLatent"].validate_inputs(filename_prefix=prefix))
 
 
-@pytest.mark.parametrize("prefix", ["magi2/latent", "magi2/%year%/clip é 1", "deep\\name", "magi2/"])
+@pytest.mark.parametrize(
+    "prefix", ["magi2/latent", "magi2/%year%/clip é 1", "deep\\name", "magi2/", "全角　空白", "👨‍👩‍👧", "中" * 66]
+)
 def test_these_are_names_to_save_under(graph: Graph, tmp_path: Path, prefix: str) -> None:
     assert graph.nodes["Magi2SaveLatent"].validate_inputs(filename_prefix=prefix) is True
     graph.run("Magi2SaveLatent", magi2_latent=graph.latent(), filename_prefix=prefix)

@@ -1,6 +1,7 @@
 """From a checkpoint and a prompt to latents, run as ComfyUI runs it, with a pool that has no processes behind it."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,25 @@ def test_a_replaced_weight_file_changes_the_fingerprint_and_the_model(graph: Gra
     assert fingerprint(checkpoint="gone") == "gone", "a fingerprint never raises"
 
 
-@pytest.mark.parametrize(("node", "name"), [("Magi2LoadCheckpoint", "checkpoint"), ("Magi2LoadLatent", "latent")])
+NAMED = pytest.mark.parametrize(
+    ("node", "name"), [("Magi2LoadCheckpoint", "checkpoint"), ("Magi2LoadLatent", "latent")]
+)
+
+
+@NAMED
+@pytest.mark.parametrize("value", [5, ["x"], "a" * 300, "a\0b"])
+def test_what_is_no_name_of_a_file_gets_a_sentence(graph: Graph, node: str, name: str, value: Any) -> None:
+    assert re.match(r"The name of the|There is no", graph.nodes[node].validate_inputs(**{name: value}))
+    with pytest.raises(ValueError, match=r"The name of the|There is no"):
+        graph.run(node, **{name: value})
+
+
+def test_a_name_that_is_missing_gets_a_sentence(graph: Graph) -> None:
+    with pytest.raises(ValueError, match="name of the checkpoint is None; it must be text"):
+        graph.run("Magi2LoadCheckpoint", checkpoint=None)
+
+
+@NAMED
 def test_a_linked_name_leaves_the_cache_to_the_node_that_gives_it(graph: Graph, node: str, name: str) -> None:
     assert graph.nodes[node].fingerprint_inputs(**{name: None}) is None
 
