@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import filecmp
 import json
+import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,11 +16,14 @@ from urllib.parse import quote
 from ..magi2_core.errors import MissingDependencyError, RequestError
 from ..magi2_core.events import Events
 from .files import output_folder, unused
-from .workflow import Workflow, title
+from .workflow import Workflow, is_link, title
 
 # inputs that name a file: a local file of that name is uploaded first
 FILE_INPUTS = {("LoadImage", "image"), ("LoadAudio", "audio"), ("LoadVideo", "file"), ("Magi2LoadLatent", "latent")}
 UPLOAD_FOLDER = "magi2_uploads"  # not the name of the latents' folder: one in the output folder would be loaded
+READ_SECONDS = 60.0  # without a byte of an answer
+SILENT_SECONDS = 10.0  # without a message about a prompt, before the server is asked for it
+WITHDRAW_SECONDS = 5.0
 
 
 def queue_workflow(
@@ -39,10 +43,11 @@ def queue_workflow(
     base = server.rstrip("/")
     if "://" not in base:
         base = f"http://{base}"
+    _check_links(workflow)
     try:
         with output_folder(output):
             return asyncio.run(_queue(aiohttp, workflow, base, output, events, on_file, files_near, new_inputs))
-    except (aiohttp.ClientError, OSError, TimeoutError, json.JSONDecodeError) as error:
+    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:  # another OSError is of this machine
         raise RequestError(f"The server {base} does not answer as ComfyUI does: {error}.") from error
 
 
@@ -50,22 +55,43 @@ async def _queue(
     aiohttp: Any, workflow: Workflow, base: str, output: Path, events: Events, on_file: Callable[[Path], None],
     files_near: Path | None, new_inputs: Iterable[tuple[str, str]],
 ) -> list[Path]:  # fmt: skip
-    client_id = uuid.uuid4().hex
-    timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=None)
+    client_id, prompt_id = uuid.uuid4().hex, str(uuid.uuid4())
+    timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=READ_SECONDS)
+    closing = aiohttp.ClientWSTimeout(ws_close=1)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         await _check_new_inputs(session, workflow, base, new_inputs)
         await _upload_inputs(aiohttp, session, workflow, base, files_near, events)
         # listen before submitting, so that no message is missed
-        async with session.ws_connect(f"{base}/ws?clientId={client_id}", max_msg_size=0, heartbeat=60) as socket:
-            prompt_id = await _submit(session, workflow, base, client_id)
+        async with session.ws_connect(
+            f"{base}/ws?clientId={client_id}", max_msg_size=0, heartbeat=60, timeout=closing
+        ) as socket:
             try:
+                answer = await _submit(session, workflow, base, client_id, prompt_id)
+                prompt_id = str(answer.get("prompt_id", prompt_id))
+                _check_accepted(answer, workflow)
                 await _tell_place(session, base, prompt_id, events)
-                await _follow(aiohttp, socket, workflow, prompt_id, events)
-                await _wait_for_record(session, base, prompt_id)
+                await _follow(aiohttp, session, socket, workflow, base, prompt_id, events)
+                while not await _recorded(session, base, prompt_id):  # the connection was lost before the end
+                    await asyncio.sleep(0.3)
             except BaseException:
-                await asyncio.shield(_withdraw(session, base, prompt_id))
+                try:
+                    async with asyncio.timeout(WITHDRAW_SECONDS):
+                        await _withdraw(session, base, prompt_id)
+                except (aiohttp.ClientError, TimeoutError):
+                    events.log("The server does not answer; the prompt may still run there.")
                 raise
         return await _download(session, base, prompt_id, output, events, on_file)
+
+
+def _check_links(workflow: Workflow) -> None:
+    """RequestError for a link to a node that is not in the workflow: the server has no words for it."""
+    for node_id, node in workflow.items():
+        for name, value in node["inputs"].items():
+            if is_link(value) and value[0] not in workflow:
+                raise RequestError(
+                    f"{name} of {node['class_type']} (node {node_id}) is linked to node {value[0]}, which is not in the"
+                    " workflow."
+                )
 
 
 async def _check_new_inputs(session: Any, workflow: Workflow, base: str, inputs: Iterable[tuple[str, str]]) -> None:
@@ -86,7 +112,8 @@ async def _upload_inputs(
         for name, value in node["inputs"].items():
             if (node["class_type"], name) not in FILE_INPUTS or not isinstance(value, str):
                 continue
-            found = next((path for folder in (Path(), near) if folder and (path := folder / value).is_file()), None)
+            # not Path.is_file: it raises for a name that is too long
+            found = next((path for folder in (Path(), near) if folder and os.path.isfile(path := folder / value)), None)
             if found is None:
                 events.log(f"There is no file {value} here to upload; the server must have it.")
                 continue
@@ -102,19 +129,21 @@ async def _upload_inputs(
             events.log(f"Uploaded {found.name}.")
 
 
-async def _submit(session: Any, workflow: Workflow, base: str, client_id: str) -> str:
-    body = {"prompt": workflow, "client_id": client_id}
+async def _submit(session: Any, workflow: Workflow, base: str, client_id: str, prompt_id: str) -> dict[str, Any]:
+    # 60 §10: with an id of ours a prompt can be withdrawn before the answer has come
+    body = {"prompt": workflow, "client_id": client_id, "prompt_id": prompt_id}
     async with session.post(f"{base}/prompt", json=body) as answer:
-        content = await answer.json(content_type=None)
+        content: dict[str, Any] = await answer.json(content_type=None)
+    return content
+
+
+def _check_accepted(answer: dict[str, Any], workflow: Workflow) -> None:
     # 60 §9: with at least one valid output the server answers 200, reports the rest and runs only a part
-    problems = _node_errors(content.get("node_errors") or {}, workflow)
-    if answer.status == 200 and problems:
-        await _withdraw(session, base, content["prompt_id"])
-    if answer.status != 200 or problems:
-        error = content.get("error") or {}
+    problems = _node_errors(answer.get("node_errors") or {}, workflow)
+    if problems or "prompt_id" not in answer:
+        error = answer.get("error") or {}
         text = error.get("message", "") if isinstance(error, dict) else str(error)
         raise RequestError("\n".join(["The server refused the workflow: " + text, *problems]))
-    return str(content["prompt_id"])
 
 
 async def _tell_place(session: Any, base: str, prompt_id: str, events: Events) -> None:
@@ -138,17 +167,30 @@ def _words(error: dict[str, Any]) -> str:
     return ": ".join(filter(None, (message, details)))
 
 
-async def _follow(aiohttp: Any, socket: Any, workflow: Workflow, prompt_id: str, events: Events) -> None:
+async def _follow(
+    aiohttp: Any, session: Any, socket: Any, workflow: Workflow, base: str, prompt_id: str, events: Events
+) -> None:
     """Pass progress on until the prompt or the connection has ended; RequestError if it failed."""
-    async for message in socket:
+    closed = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
+    while True:
         events.check()
-        if message.type is not aiohttp.WSMsgType.TEXT:
-            continue
-        content = json.loads(message.data)
+        try:
+            message = await socket.receive(timeout=SILENT_SECONDS)
+        except TimeoutError:
+            content: dict[str, Any] = {"type": "status"}
+        else:
+            if message.type in closed:
+                return
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                continue
+            content = json.loads(message.data)
         data = content.get("data") or {}
         if data.get("prompt_id") not in (None, prompt_id):
             continue
         match content.get("type"):
+            case "status":  # all that is said of a prompt that was taken from the queue
+                if await _recorded(session, base, prompt_id):
+                    return
             case "executing" if data.get("node"):
                 events.log(_title(workflow, data["node"]))
             case "executing" if data.get("prompt_id") == prompt_id:
@@ -164,14 +206,13 @@ async def _follow(aiohttp: Any, socket: Any, workflow: Workflow, prompt_id: str,
                 return
 
 
-async def _wait_for_record(session: Any, base: str, prompt_id: str) -> None:
-    """Wait until the history has the prompt: a moment after its end, or longer if the connection was lost before."""
-    while True:
-        if await _history(session, base, prompt_id) is not None:
-            return
-        if prompt_id not in await _waiting(session, base) and await _history(session, base, prompt_id) is None:
-            raise RequestError("The server has lost the prompt; it was restarted or its queue was cleared.")
-        await asyncio.sleep(0.3)
+async def _recorded(session: Any, base: str, prompt_id: str) -> bool:
+    """Whether the history has the prompt; False while it waits or runs, RequestError if the server has it nowhere."""
+    if prompt_id in await _waiting(session, base):
+        return False
+    if await _history(session, base, prompt_id) is None:
+        raise RequestError("The server has lost the prompt; it was restarted or its queue was cleared.")
+    return True
 
 
 async def _waiting(session: Any, base: str) -> dict[str, float]:
@@ -245,6 +286,15 @@ def _read(file: Path) -> bytes:
         raise RequestError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """RequestError for what the disk of this machine refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(f"{target} cannot be written: {error.strerror or error}.") from error
+
+
 async def _write(chunks: Any, target: Path) -> Path:
     """Write a download and return where it is: under another name if something else has this one.
 
@@ -252,20 +302,21 @@ async def _write(chunks: Any, target: Path) -> Path:
     """
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
-        with part.open("xb", buffering=0) as file:
+        with _writing(target):
+            file = part.open("xb", buffering=0)
+        with file:
             async for chunk in chunks:
                 rest = memoryview(chunk)
-                try:
+                with _writing(target):
                     while rest:
                         rest = rest[file.write(rest) :]
-                except OSError as error:  # of this disk, not of the server
-                    raise RequestError(f"{target} cannot be written: {error.strerror or error}.") from error
-        while not target.exists() or not filecmp.cmp(part, target, shallow=False):
-            target = unused(target)
-            with contextlib.suppress(FileExistsError):  # another download may have taken the name meanwhile
-                target.touch(exist_ok=False)
-                part.replace(target)
-                break
+        with _writing(target):
+            while not target.exists() or not filecmp.cmp(part, target, shallow=False):
+                target = unused(target)
+                with contextlib.suppress(FileExistsError):  # another download may have taken the name meanwhile
+                    target.touch(exist_ok=False)
+                    part.replace(target)
+                    break
     finally:
         part.unlink(missing_ok=True)
     return target

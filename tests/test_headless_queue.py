@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from magi2_native.headless import queue
 from magi2_native.headless.cli import main
 from magi2_native.headless.queue import _read, _write, queue_workflow
 from magi2_native.magi2_core.errors import RequestError
@@ -28,15 +30,21 @@ class Comfy:
         self.seen: list[tuple[str, Any]] = []
         self.sockets: list[Any] = []
         self.submitted: Any = None
+        self.submitted_id = ""
         self.node_errors: dict[str, Any] = {}
         self.status = 200
         self.ending: tuple[str, dict[str, Any]] = ("executing", {"node": None})
         self.hold = False
         self.drop_socket = False
         self.content = b"mp4 bytes"
-        self.late = 0  # how often the history is asked before it has the prompt
+        self.late = 0  # how often the server says that the prompt runs before the history has it
+        self.upload_delay = 0.0  # seconds
+        self.gone = False  # connections end without an answer
+        self.halt_view = False  # a download stops after its first byte
+        self.lost = False  # neither the queue nor the history has the prompt
+        self.ctrl_c = False  # while the prompt is being submitted
         self.waiting: list[tuple[int, str]] = []
-        app = web.Application()
+        app = web.Application(client_max_size=1 << 30)
         app.add_routes([
             web.get("/ws", self.ws), web.post("/prompt", self.prompt), web.get("/history/{id}", self.history),
             web.get("/view", self.view), web.post("/upload/image", self.upload), web.get("/queue", self.queue),
@@ -44,6 +52,8 @@ class Comfy:
             web.get("/object_info/{kind}", self.object_info),
         ])  # fmt: skip
         self.loop = asyncio.new_event_loop()
+        self.answers = asyncio.Event()  # cleared, the server leaves questions about the queue open
+        self.answers.set()
         self.runner = web.AppRunner(app)
         self.loop.run_until_complete(self.runner.setup())
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
@@ -53,6 +63,8 @@ class Comfy:
         self.thread.start()
 
     def close(self) -> None:
+        self.halt_view = False
+        self.loop.call_soon_threadsafe(self.answers.set)
         asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
@@ -66,11 +78,17 @@ class Comfy:
         return socket
 
     async def prompt(self, request: Any) -> Any:
-        self.submitted = (await request.json())["prompt"]
-        answer = {"prompt_id": PROMPT_ID, "node_errors": self.node_errors}
+        body = await request.json()
+        self.submitted, self.submitted_id = body["prompt"], body["prompt_id"]
+        if self.ctrl_c:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await self.answers.wait()
+        answer = {"node_errors": self.node_errors}
         if self.status != 200:
             answer["error"] = {"message": "Prompt outputs failed validation"}
-        elif not self.node_errors:
+        else:
+            answer["prompt_id"] = PROMPT_ID
+        if self.status == 200 and not self.node_errors:
             asyncio.get_running_loop().create_task(self.play())
         return web.json_response(answer, status=self.status)
 
@@ -86,13 +104,13 @@ class Comfy:
         if not self.hold:
             messages.append(self.ending)
         for kind, data in messages:
-            await socket.send_json({"type": kind, "data": {"prompt_id": PROMPT_ID, **data}})
+            whose = {} if kind == "status" else {"prompt_id": PROMPT_ID}
+            await socket.send_json({"type": kind, "data": {**whose, **data}})
         if self.drop_socket:
             await socket.close()
 
     async def history(self, request: Any) -> Any:
-        if self.late:
-            self.late -= 1
+        if self.late or self.lost:
             return web.json_response({})
         clip = {"filename": "a b.mp4", "subfolder": "video", "type": "output"}
         preview = {"filename": "p.png", "subfolder": "", "type": "temp"}
@@ -101,15 +119,25 @@ class Comfy:
 
     async def view(self, request: Any) -> Any:
         self.seen.append(("/view", dict(request.query)))
-        return web.Response(body=self.content)
+        answer = web.StreamResponse()
+        answer.content_length = len(self.content)
+        await answer.prepare(request)
+        await answer.write(self.content[:1])
+        while self.halt_view:
+            await asyncio.sleep(0.05)
+        await answer.write(self.content[1:])
+        return answer
 
     async def upload(self, request: Any) -> Any:
+        await asyncio.sleep(self.upload_delay)
         form = await request.post()
         self.seen.append(("/upload/image", (form["image"].filename, form["image"].file.read(), form["subfolder"])))
         return web.json_response({"name": "renamed.png", "subfolder": form["subfolder"], "type": "input"})
 
     async def queue(self, request: Any) -> Any:
+        await self.answers.wait()
         running = [(9, PROMPT_ID)] if self.late else []
+        self.late = max(0, self.late - 1)
         return web.json_response({"queue_running": running, "queue_pending": self.waiting})
 
     async def object_info(self, request: Any) -> Any:
@@ -117,6 +145,9 @@ class Comfy:
         return web.json_response({request.match_info["kind"]: {"input": inputs}})
 
     async def note(self, request: Any) -> Any:
+        await self.answers.wait()
+        if self.gone:
+            request.transport.abort()
         self.seen.append((request.path, await request.json()))
         return web.json_response({})
 
@@ -203,6 +234,22 @@ def test_local_files_are_uploaded_and_renamed_in_the_workflow(comfy: Comfy, tmp_
     assert image["inputs"]["image"] == "magi2_uploads/renamed.png"
 
 
+def test_a_name_too_long_for_a_file_is_no_local_file(comfy: Comfy, tmp_path: Path) -> None:
+    workflow, events = small_prompt("picture_to_clip"), Recording()
+    (image,) = (node for node in workflow.values() if node["class_type"] == "LoadImage")
+    image["inputs"]["image"] = "a" * 300
+    assert queue_workflow(workflow, comfy.url, tmp_path / "out", events, files_near=tmp_path)
+    assert f"There is no file {'a' * 300} here to upload; the server must have it." in events.lines
+
+
+def test_a_link_to_a_node_that_is_not_there_is_refused_before_the_work(comfy: Comfy, tmp_path: Path) -> None:
+    workflow = small_prompt()
+    workflow["3"]["inputs"]["model"] = ["77", 0]
+    with pytest.raises(RequestError, match=r"model of Magi2Sampler \(node 3\) is linked to node 77, which is not in"):
+        queue_workflow(workflow, comfy.url, tmp_path, Silent())
+    assert comfy.submitted is None
+
+
 @pytest.mark.parametrize("status", [400, 200])
 def test_a_workflow_that_is_refused_in_part_is_refused_whole(comfy: Comfy, tmp_path: Path, status: int) -> None:
     comfy.status = status
@@ -250,6 +297,110 @@ def test_ctrl_c_takes_the_prompt_back(comfy: Comfy, tmp_path: Path) -> None:
         queue_workflow(small_prompt(), comfy.url, tmp_path, Pressing())
     assert ("/interrupt", {"prompt_id": PROMPT_ID}) in comfy.seen
     assert ("/queue", {"delete": [PROMPT_ID]}) in comfy.seen
+
+
+def test_ctrl_c_takes_back_a_prompt_that_is_not_acknowledged_yet(comfy: Comfy, tmp_path: Path) -> None:
+    comfy.ctrl_c = True
+    comfy.answers.clear()
+    threading.Timer(0.5, lambda: comfy.loop.call_soon_threadsafe(comfy.answers.set)).start()
+    with pytest.raises(KeyboardInterrupt):
+        queue_workflow(small_prompt(), comfy.url, tmp_path, Silent())
+    assert ("/queue", {"delete": [comfy.submitted_id]}) in comfy.seen
+    assert ("/interrupt", {"prompt_id": comfy.submitted_id}) in comfy.seen
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("told", [True, False])
+def test_a_prompt_that_someone_takes_from_the_queue_is_lost(
+    comfy: Comfy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    comfy.lost = True
+    comfy.ending = ("status", {"status": {"exec_info": {"queue_remaining": 0}}})
+    if not told:
+        comfy.hold = True
+        monkeypatch.setattr(queue, "SILENT_SECONDS", 0.2)
+    with pytest.raises(RequestError, match="The server has lost the prompt"):
+        queue_workflow(small_prompt(), comfy.url, tmp_path, Silent())
+
+
+@pytest.mark.timeout(30)
+def test_a_prompt_that_runs_in_silence_is_waited_for(
+    comfy: Comfy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "SILENT_SECONDS", 0.1)
+    comfy.hold, comfy.late = True, 4
+    assert queue_workflow(small_prompt(), comfy.url, tmp_path, Silent())
+
+
+STOPPED = "The server does not answer; the prompt may still run there."
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_stops_answering_is_given_up(
+    comfy: Comfy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("READ_SECONDS", "WITHDRAW_SECONDS"):
+        monkeypatch.setattr(queue, limit, 0.3)
+    comfy.answers.clear()
+    events = Recording()
+    with pytest.raises(RequestError, match="does not answer as ComfyUI does: Timeout on reading"):
+        queue_workflow(small_prompt(), comfy.url, tmp_path, events)
+    assert STOPPED in events.lines
+
+
+@pytest.mark.timeout(30)
+def test_one_ctrl_c_ends_the_command_although_the_server_stopped_answering(
+    comfy: Comfy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "WITHDRAW_SECONDS", 0.3)
+    comfy.hold = True
+
+    class Pressing(Recording):
+        def progress(self, stage: str, done: int, total: int, latent: Any = None) -> None:
+            if done == 2:
+                comfy.answers.clear()
+                signal.raise_signal(signal.SIGINT)
+
+    events = Pressing()
+    with pytest.raises(KeyboardInterrupt):
+        queue_workflow(small_prompt(), comfy.url, tmp_path, events)
+    assert STOPPED in events.lines
+
+
+def test_ctrl_c_is_no_failure_although_the_server_is_gone(comfy: Comfy, tmp_path: Path) -> None:
+    comfy.hold = True
+
+    class Pressing(Recording):
+        def progress(self, stage: str, done: int, total: int, latent: Any = None) -> None:
+            if done == 2:
+                comfy.gone = True
+                raise KeyboardInterrupt
+
+    events = Pressing()
+    with pytest.raises(KeyboardInterrupt):
+        queue_workflow(small_prompt(), comfy.url, tmp_path, events)
+    assert STOPPED in events.lines
+
+
+@pytest.mark.timeout(30)
+def test_a_download_that_stops_is_given_up_and_leaves_nothing(
+    comfy: Comfy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "READ_SECONDS", 0.3)
+
+    comfy.halt_view = True
+    with pytest.raises(RequestError, match="does not answer as ComfyUI does: Timeout on reading"):
+        queue_workflow(small_prompt(), comfy.url, tmp_path, Silent())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_upload_may_take_longer_than_an_answer(
+    comfy: Comfy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "READ_SECONDS", 0.3)
+    comfy.upload_delay = 1.0
+    (tmp_path / "example.png").write_bytes(bytes(32 << 20))  # more than the sockets hold
+    assert queue_workflow(small_prompt("picture_to_clip"), comfy.url, tmp_path / "out", Silent(), files_near=tmp_path)
 
 
 def test_a_lost_connection_does_not_lose_the_result(comfy: Comfy, tmp_path: Path) -> None:
@@ -303,6 +454,15 @@ def test_a_disk_that_is_full_is_not_the_servers_fault(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_folder_that_goes_away_is_not_the_servers_fault(comfy: Comfy, tmp_path: Path) -> None:
+    class Removing(Silent):
+        def progress(self, stage: str, done: int, total: int, latent: Any = None) -> None:
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+    with pytest.raises(RequestError, match=r"^\S*a b\.mp4 cannot be written: No such file or directory\.$"):
+        queue_workflow(small_prompt(), comfy.url, tmp_path / "out", Removing())
 
 
 def test_a_picture_that_cannot_be_read_is_not_the_servers_fault(tmp_path: Path) -> None:
