@@ -133,7 +133,9 @@ async def _submit(session: Any, workflow: Workflow, base: str, client_id: str, p
     # 60 §10: with an id of ours a prompt can be withdrawn before the answer has come
     body = {"prompt": workflow, "client_id": client_id, "prompt_id": prompt_id}
     async with session.post(f"{base}/prompt", json=body) as answer:
-        content: dict[str, Any] = await answer.json(content_type=None)
+        content = await answer.json(content_type=None)
+    if not isinstance(content, dict):  # from what stands before ComfyUI
+        raise RequestError(f"The server refused the workflow: {answer.status} {answer.reason}.")
     return content
 
 

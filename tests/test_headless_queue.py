@@ -83,6 +83,8 @@ class Comfy:
         if self.ctrl_c:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             await self.answers.wait()
+        if self.status == 403:
+            return web.Response(status=403)
         answer = {"node_errors": self.node_errors}
         if self.status != 200:
             answer["error"] = {"message": "Prompt outputs failed validation"}
@@ -248,6 +250,12 @@ def test_a_link_to_a_node_that_is_not_there_is_refused_before_the_work(comfy: Co
     with pytest.raises(RequestError, match=r"model of Magi2Sampler \(node 3\) is linked to node 77, which is not in"):
         queue_workflow(workflow, comfy.url, tmp_path, Silent())
     assert comfy.submitted is None
+
+
+def test_a_refusal_without_words_is_told_by_its_number(comfy: Comfy, tmp_path: Path) -> None:
+    comfy.status = 403
+    with pytest.raises(RequestError, match="refused the workflow: 403 Forbidden"):
+        queue_workflow(small_prompt(), comfy.url, tmp_path, Silent())
 
 
 @pytest.mark.parametrize("status", [400, 200])
