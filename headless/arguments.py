@@ -10,7 +10,7 @@ from pathlib import Path
 from ..distributed.layout import MOST_RANKS
 from ..magi2_core.conditioning.markers import figure_number, marker, parse_pictures, picture_order
 from ..magi2_core.errors import RequestError
-from ..magi2_core.files import expand
+from ..magi2_core.files import expand, parse_json
 
 logger = logging.getLogger("magi2")
 
@@ -23,9 +23,15 @@ def read_prompt(text: str | None, file: Path | None) -> str:
         return text
     assert file is not None
     try:
-        return file.read_text(encoding="utf-8-sig").strip()
+        prompt = file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"The prompt file {file} cannot be read: {error}.") from error
+    if file.suffix.lower() == ".json":  # as any other text it would be used as it is
+        try:
+            parse_json(prompt)
+        except ValueError as error:
+            raise RequestError(f"The prompt file {file} is no JSON: {error}.") from error
+    return prompt
 
 
 def name_pictures(arguments: Sequence[str], *, numeric: bool = False) -> dict[int, Path]:

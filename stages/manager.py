@@ -215,12 +215,12 @@ class _Watched:
 
     def __init__(self, events: Events, manager: PoolManager) -> None:
         self._events, self._manager = events, manager
-        self._last = 0.0
+        self._last, self._stage = 0.0, ""
 
     def progress(self, stage: str, done: int, total: int, latent: Tensor | None = None) -> None:
         now = time.monotonic()
-        if done >= total or now - self._last > 0.5:
-            self._last = now
+        if stage != self._stage or done >= total or now - self._last > 0.5:
+            self._last, self._stage = now, stage
             self._manager.advance(stage, done, total)
         self._events.progress(stage, done, total, latent)
 

@@ -97,6 +97,15 @@ def test_a_prompt_file_that_is_no_text(tmp_path: Path) -> None:
     assert read_prompt(None, file) == "{}", "a byte order mark would keep it from being read as JSON"
 
 
+def test_a_json_file_with_a_mistake_is_not_used_as_plain_text(tmp_path: Path) -> None:
+    file = tmp_path / "caption.JSON"
+    file.write_text('{"prompt": 5, "zzz')
+    with pytest.raises(RequestError, match=r"caption\.JSON is no JSON: Unterminated string"):
+        read_prompt(None, file)
+    file.write_text('{"context": "a boat"}')
+    assert read_prompt(None, file) == '{"context": "a boat"}'
+
+
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [

@@ -87,6 +87,15 @@ def test_status_answers_and_stop_is_refused_while_a_job_runs(manager: PoolManage
     assert manager.stop(1)
 
 
+def test_the_status_shows_a_new_stage_at_once(manager: PoolManager) -> None:
+    from magi2_native.stages.manager import _Watched
+
+    events = _Watched(Silent(), manager)
+    events.progress("load", 106, 106)
+    events.progress("sample", 0, 2)
+    assert manager.status()["progress"] == {"stage": "sample", "done": 0, "total": 2}
+
+
 def test_cancel_is_heard_while_the_panel_starts_workers(manager: PoolManager, pools: list[FakePool]) -> None:
     class Cancelled(Silent):
         def check(self) -> None:

@@ -146,7 +146,7 @@ def _common(prompt: str, *, for_picture: bool = False, residency: str = "auto") 
         ("sample", "Magi2Sampler", (940, 120), {"model": ("load", "model"), "conditioning": ("prompt", "conditioning"),
                                                 **SAMPLING}),
         ("decode", "Magi2Decode", (1340, 120), {"model": ("load", "model"), "latent": ("sample", "latent")}),
-        ("save", "SaveVideo", (1340, 360), {"video": ("decode", "video"), "filename_prefix": "video/magi2"}),
+        ("save", "SaveVideo", (1340, 440), {"video": ("decode", "video"), "filename_prefix": "video/magi2"}),
     ]  # fmt: skip
 
 
@@ -156,20 +156,20 @@ def templates() -> dict[str, list[Node]]:
     picture[2][3]["conditioning"] = ("picture", "conditioning")
     picture += [
         ("image", "LoadImage", (440, 620), {"image": "example.png"}),
-        ("picture", "Magi2ImageConditioning", (940, 620), {"conditioning": ("prompt", "conditioning"),
+        ("picture", "Magi2ImageConditioning", (940, 800), {"conditioning": ("prompt", "conditioning"),
                                                            "image": ("image", "IMAGE")}),
     ]  # fmt: skip
     small = _common(PROMPT, residency="swap")
     small += [
-        ("keep", "Magi2SaveLatent", (940, 620), {"magi2_latent": ("sample", "latent")}),
+        ("keep", "Magi2SaveLatent", (940, 800), {"magi2_latent": ("sample", "latent")}),
         ("free", "Magi2UnloadWorkers", (1340, 900), {"after": ("decode", "video")}),
     ]
     large = _common(PROMPT)
     large[2][3].update(resolution="540p", steps=50)
     large[3][3].update(latent=("refine", "latent"), output_width=1920, output_height=1080)
     large += [
-        ("keep", "Magi2SaveLatent", (940, 620), {"magi2_latent": ("sample", "latent")}),
-        ("refine", "Magi2Refine", (1340, 500), {"model": ("load", "model"), "latent": ("sample", "latent"),
+        ("keep", "Magi2SaveLatent", (940, 800), {"magi2_latent": ("sample", "latent")}),
+        ("refine", "Magi2Refine", (1340, 640), {"model": ("load", "model"), "latent": ("sample", "latent"),
                                                 "conditioning": ("prompt", "conditioning")}),
     ]  # fmt: skip
     return {
@@ -243,7 +243,7 @@ async ([nodes, note]) => {
     }
     const text = LiteGraph.createNode("MarkdownNote");
     app.graph.add(text);
-    text.pos = [40, 460];
+    text.pos = [40, 580];
     text.size = [340, 420];
     text.widgets[0].value = note;
     text.title = "Read me";
@@ -321,8 +321,8 @@ def thumbnail(browser: Any, name: str, graph: bytes, target: Path) -> None:
         f"""<style>
         body {{ margin: 0; height: 512px; background: linear-gradient(150deg, #3b2a63, #14323f); color: white;
                font-family: sans-serif; display: flex; flex-direction: column; justify-content: space-between; }}
-        h1 {{ font-size: 50px; margin: 26px 32px 0; }}
-        p {{ font-size: 29px; line-height: 1.25; margin: 0 32px; opacity: 0.85; }}
+        h1 {{ font-size: 46px; margin: 72px 32px 0; }}
+        p {{ font-size: 27px; line-height: 1.2; margin: 0 32px 8px; opacity: 0.85; }}
         img {{ width: 512px; }}
         </style>
         <h1>{title}</h1><p>{SUMMARIES[name]}</p>
