@@ -16,7 +16,7 @@ from urllib.parse import quote
 from ..magi2_core.errors import MissingDependencyError, RequestError
 from ..magi2_core.events import Events
 from .files import output_folder, unused
-from .workflow import Workflow, is_link, title
+from .workflow import Workflow, check_links, title
 
 # inputs that name a file: a local file of that name is uploaded first
 FILE_INPUTS = {("LoadImage", "image"), ("LoadAudio", "audio"), ("LoadVideo", "file"), ("Magi2LoadLatent", "latent")}
@@ -43,7 +43,7 @@ def queue_workflow(
     base = server.rstrip("/")
     if "://" not in base:
         base = f"http://{base}"
-    _check_links(workflow)
+    check_links(workflow)  # the server has no words for it
     try:
         with output_folder(output):
             return asyncio.run(_queue(aiohttp, workflow, base, output, events, on_file, files_near, new_inputs))
@@ -81,17 +81,6 @@ async def _queue(
                     events.log("The server does not answer; the prompt may still run there.")
                 raise
         return await _download(session, base, prompt_id, output, events, on_file)
-
-
-def _check_links(workflow: Workflow) -> None:
-    """RequestError for a link to a node that is not in the workflow: the server has no words for it."""
-    for node_id, node in workflow.items():
-        for name, value in node["inputs"].items():
-            if is_link(value) and value[0] not in workflow:
-                raise RequestError(
-                    f"{name} of {node['class_type']} (node {node_id}) is linked to node {value[0]}, which is not in the"
-                    " workflow."
-                )
 
 
 async def _check_new_inputs(session: Any, workflow: Workflow, base: str, inputs: Iterable[tuple[str, str]]) -> None:

@@ -17,7 +17,7 @@ from ..stages.manager import manager
 from ..stages.values import Model
 from .files import output_folder
 from .steps import GIVEN, STEPS, Input
-from .workflow import Workflow, is_link
+from .workflow import Workflow, check_links, is_link
 
 # What a value that is written in the workflow must be, and its name for people.
 CONSTANTS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -51,6 +51,7 @@ def check_workflow(workflow: Workflow) -> list[str]:
             f"`magi2 run` does not know {', '.join(unknown)}. It runs {', '.join(sorted(STEPS))}; queue other nodes on"
             " a ComfyUI server with `magi2 queue`."
         )
+    check_links(workflow)
     for node_id in workflow:
         _check_inputs(node_id, workflow)
     _check_chains(workflow)
@@ -86,8 +87,6 @@ def _check_inputs(node_id: str, workflow: Workflow) -> None:
 
 def _check_link(what: str, slot: Input, link: list[Any], workflow: Workflow) -> None:
     source, number = link
-    if source not in workflow:
-        raise RequestError(f"{what} is linked to node {source}, which is not in the workflow.")
     outputs = STEPS[workflow[source]["class_type"]].output_types()
     if not 0 <= number < len(outputs):
         raise RequestError(f"{what} is linked to output {number} of {_name(source, workflow)}, which it has not.")
@@ -101,8 +100,8 @@ def _check_link(what: str, slot: Input, link: list[Any], workflow: Workflow) -> 
 def _type_given(link: list[Any], workflow: Workflow) -> str:
     """The type of the output that a link names; of one that passes an input on, the type of that input."""
     for _ in range(LONGEST_CHAIN):
-        node = workflow.get(link[0], {"class_type": "", "inputs": {}})
-        outputs = STEPS[node["class_type"]].output_types() if node["class_type"] in STEPS else ()
+        node = workflow[link[0]]
+        outputs = STEPS[node["class_type"]].output_types()
         given = outputs[link[1]] if 0 <= link[1] < len(outputs) else "*"
         passed_on = [value for value in node["inputs"].values() if is_link(value)]
         if given != "*" or not passed_on:

@@ -76,6 +76,17 @@ def find_node(workflow: Workflow, name: str) -> str:
     raise RequestError(f"{problem}. The workflow has {listed}.")
 
 
+def check_links(workflow: Workflow) -> None:
+    """RequestError for a link to a node that is not in the workflow."""
+    for node_id, node in workflow.items():
+        for name, value in node["inputs"].items():
+            if is_link(value) and value[0] not in workflow:
+                raise RequestError(
+                    f"{name} of {node['class_type']} (node {node_id}) is linked to node {value[0]}, which is not in the"
+                    " workflow."
+                )
+
+
 def title(node: dict[str, Any]) -> Any:
     """The title that somebody gave the node, None without one."""
     meta = node.get("_meta")  # ComfyUI's page writes it, and its server does not read it
