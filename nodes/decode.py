@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ..magi2_core.errors import check_choice
@@ -16,6 +15,7 @@ from ..stages.decode import (
     describe_clip,
     image_from_frames,
 )
+from ..stages.manager import manager
 from ..stages.values import ClipLatent, Model
 from .checks import first_sentence, sentence_of
 from .clip_video import clip_video
@@ -32,8 +32,6 @@ from .comfy import (
     video_file,
 )
 from .progress import NodeEvents
-
-_files: set[Path] = set()  # the temporary files of this server's clips
 
 
 class Magi2Decode(io.ComfyNode):
@@ -116,7 +114,7 @@ class Magi2Decode(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> int:
         """Changes when a clip that was decoded into a temporary file is gone: ComfyUI would go on handing it out."""
-        return sum(not file.exists() for file in _files)
+        return sum(not file.exists() for file in manager.clips)
 
     @classmethod
     def execute(
@@ -144,7 +142,6 @@ class Magi2Decode(io.ComfyNode):
             text = describe_clip(clip)
             show_text(text, cls.hidden.unique_id)
             frames, movie = missing_output(text), video_file(clip.file)
-            _files.add(clip.file)
         return io.NodeOutput(
             frames,
             missing_output() if sound is None else sound,

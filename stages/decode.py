@@ -65,6 +65,7 @@ def decode(
     file = folders.temp / f"magi2_{secrets.token_hex(8)}.mp4"
     request = {"path": str(file), "crf": DEFAULT_CRF, "fps": str(fps), "size": None if size == made else size}
     manager.run(model, "write_clip", {"video": video, "waveform": waveform, "sample_rate": rate, **request}, events)
+    manager.clips.add(file)
     return DecodedClip(None, waveform, rate, fps, file, size, count)
 
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +49,7 @@ class PoolManager:
         self.idle_minutes = 0.0
         self.hidden_paths: tuple[str, ...] = ()
         self.runs = 0
+        self.clips: set[Path] = set()  # temporary files that ComfyUI's cache may still name
         self.before_start: Callable[[Model], None] = lambda model: None
         self.before_job: Callable[[Model], None] = lambda model: None
         self.changed: Callable[[], None] = lambda: None
