@@ -6,7 +6,7 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +340,18 @@ def test_a_prompt_that_runs_in_silence_is_waited_for(
     assert queue_workflow(small_prompt(), comfy.url, tmp_path, Silent())
 
 
+class Pressing(Recording):
+    """Does something when both steps are done."""
+
+    def __init__(self, press: Callable[[], None]) -> None:
+        super().__init__()
+        self.press = press
+
+    def progress(self, stage: str, done: int, total: int, latent: Any = None) -> None:
+        if done == 2:
+            self.press()
+
+
 STOPPED = "The server does not answer; the prompt may still run there."
 
 
@@ -363,13 +375,11 @@ def test_one_ctrl_c_ends_the_command_although_the_server_stopped_answering(
     monkeypatch.setattr(queue, "WITHDRAW_SECONDS", 0.3)
     comfy.hold = True
 
-    class Pressing(Recording):
-        def progress(self, stage: str, done: int, total: int, latent: Any = None) -> None:
-            if done == 2:
-                comfy.answers.clear()
-                signal.raise_signal(signal.SIGINT)
+    def press() -> None:
+        comfy.answers.clear()
+        signal.raise_signal(signal.SIGINT)
 
-    events = Pressing()
+    events = Pressing(press)
     with pytest.raises(KeyboardInterrupt):
         queue_workflow(small_prompt(), comfy.url, tmp_path, events)
     assert STOPPED in events.lines
@@ -378,13 +388,11 @@ def test_one_ctrl_c_ends_the_command_although_the_server_stopped_answering(
 def test_ctrl_c_is_no_failure_although_the_server_is_gone(comfy: Comfy, tmp_path: Path) -> None:
     comfy.hold = True
 
-    class Pressing(Recording):
-        def progress(self, stage: str, done: int, total: int, latent: Any = None) -> None:
-            if done == 2:
-                comfy.gone = True
-                raise KeyboardInterrupt
+    def press() -> None:
+        comfy.gone = True
+        raise KeyboardInterrupt
 
-    events = Pressing()
+    events = Pressing(press)
     with pytest.raises(KeyboardInterrupt):
         queue_workflow(small_prompt(), comfy.url, tmp_path, events)
     assert STOPPED in events.lines
